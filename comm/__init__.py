@@ -1,0 +1,1 @@
+"""How bytes and signals move between ranks."""

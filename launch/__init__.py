@@ -1,0 +1,1 @@
+"""How processes come to life, and what this machine can do."""

@@ -1,0 +1,1 @@
+"""How one launch does a whole Mixture-of-Experts layer."""

@@ -1,0 +1,1 @@
+"""Model code that calls the layer."""
