@@ -44,7 +44,8 @@ class Activation:
     def __post_init__(self) -> None:
         if self.kind not in ACTIVATION_KINDS:
             raise MoEEpConfigError(
-                f"activation kind {self.kind!r} is not known; allowed: {', '.join(ACTIVATION_KINDS)}"
+                f"activation kind {self.kind!r} is not known; "
+                f"allowed: {', '.join(ACTIVATION_KINDS)}"
             )
         default_alpha, default_beta = (4.0, 25.0) if self.kind == "situ" else (1.0, 0.0)
         alpha = default_alpha if self.alpha is None else float(self.alpha)
