@@ -1,0 +1,191 @@
+"""The specification: one MoE layer in plain torch, every rounding point visible.
+
+    fc1   = x w13^T               FP32 sums; times the global scale; plus bias
+    h     = activation(fc1)       FP32, then one rounding to BF16
+    term  = h w2^T                FP32 sums; times the global scale; plus bias; one rounding to BF16
+    y     = sum over the slots of topk_weight * term, in slot order, FP32; one rounding to BF16
+
+Letters: P rows of one expert, T tokens, K slots, H hidden, I intermediate, E experts.
+
+On CPU a row's bits must not depend on the rows beside it: matmuls run in FP32 on rows zero-padded
+to a multiple of `CPU_ROW_MULTIPLE`, and activations are built from `exp` and `tanh`, because
+torch's own matmuls and activations change bits with the number of rows, threads and tails. Weights
+are upcast one matrix at a time, so that the memory beside the weights is one FP32 matrix
+[max(fc1_rows, H), ..]; a kept FP32 copy would take three times the weights and save under 10 %.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from moe_ep.comm.errors import MoEEpConfigError
+from moe_ep.inputs import MoEInputs
+from moe_ep.megakernel.problem import Activation, MoEShape
+from moe_ep.weights import MoEWeights
+
+CPU_ROW_MULTIPLE = 16
+
+
+def activate(fc1_PN: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """FP32 [P, N] (gate half, then up half; up alone when not gated) -> FP32 [P, I].
+
+    The formulas are `Activation`'s, built from exp, tanh, * and / alone. NaN passes the clamps.
+    """
+    if not activation.is_gated:
+        up = torch.clamp(fc1_PN, min=0)
+        return up * up
+    gate, up = fc1_PN.chunk(2, dim=-1)
+    if activation.limit is not None:
+        gate = torch.clamp(gate, max=activation.limit)
+        up = torch.clamp(up, min=-activation.limit, max=activation.limit)
+    alpha, beta = activation.alpha, activation.beta
+    match activation.kind:
+        case "swiglu":
+            if beta != 0:
+                up = up + beta
+            return _times_sigmoid(gate, gate if alpha == 1 else gate * alpha).mul_(up)
+        case "geglu_tanh":
+            inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * (gate * gate * gate))
+            return 0.5 * gate * (1 + torch.tanh(inner)) * up
+        case "reglu":
+            return torch.clamp(gate, min=0) * up
+        case "situ":
+            if beta > 0:
+                up = beta * torch.tanh(up / beta)
+            return _times_sigmoid(alpha * torch.tanh(gate / alpha), gate).mul_(up)
+    raise AssertionError(activation.kind)
+
+
+def _times_sigmoid(value: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """value * sigmoid(z) = value / (1 + exp(-z)), a fresh tensor."""
+    denominator = torch.neg(z).exp_().add_(1)
+    return torch.div(value, denominator, out=denominator)
+
+
+def expert_terms(
+    x_PH: torch.Tensor, weights: MoEWeights, local_expert_idx: int, activation: Activation
+) -> torch.Tensor:
+    """One expert on its rows: BF16 [P, H] -> terms [P, H].
+
+    Terms are BF16 under ep. Under tp they are this rank's FP32 part of the FC2 sums, not rounded.
+    """
+    num_rows = x_PH.shape[0]
+    fc1_PN = _linear(_padded(x_PH), weights, "w13", local_expert_idx)
+    hidden_PI = activate(fc1_PN, activation).to(torch.bfloat16)
+    terms_PH = _linear(hidden_PI, weights, "w2", local_expert_idx)[:num_rows]
+    return terms_PH if weights.parallel == "tp" else terms_PH.to(torch.bfloat16)
+
+
+def grouped_expert_terms(
+    x_PH: torch.Tensor,
+    num_rows_per_expert: Sequence[int],
+    weights: MoEWeights,
+    activation: Activation,
+) -> torch.Tensor:
+    """All local experts on expert-sorted rows: BF16 [P, H] -> terms [P, H].
+
+    `num_rows_per_expert` has one count for each local expert; their sum is P.
+    """
+    dtype = torch.float32 if weights.parallel == "tp" else torch.bfloat16
+    terms_PH = torch.empty(x_PH.shape, dtype=dtype, device=x_PH.device)
+    first = 0
+    for local_expert_idx, num_rows in enumerate(num_rows_per_expert):
+        if num_rows:
+            rows = slice(first, first + num_rows)
+            terms_PH[rows] = expert_terms(x_PH[rows], weights, local_expert_idx, activation)
+            first += num_rows
+    return terms_PH
+
+
+def combine_parts(
+    terms_TKH: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+) -> torch.Tensor:
+    """Sum over the slots 0..K-1: FP32 [T, H], not rounded.
+
+    The sum starts at +0; each slot multiplies, then adds, each rounded to FP32 (two kernels, so
+    that nothing contracts them to an FMA). A masked slot (negative id) is skipped: whatever its
+    term holds, NaN included, has no effect.
+    """
+    num_tokens, top_k, hidden = terms_TKH.shape
+    total_TH = torch.zeros(num_tokens, hidden, dtype=torch.float32, device=terms_TKH.device)
+    for slot_idx in range(top_k):
+        product_TH = terms_TKH[:, slot_idx] * topk_weights[:, slot_idx, None]
+        is_used = topk_ids[:, slot_idx, None] >= 0
+        total_TH = torch.where(is_used, total_TH + product_TH, total_TH)
+    return total_TH
+
+
+def combine_terms(
+    terms_TKH: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+) -> torch.Tensor:
+    """BF16 terms [T, K, H] and FP32 routing weights [T, K] -> BF16 [T, H], one rounding."""
+    return combine_parts(terms_TKH, topk_ids, topk_weights).to(torch.bfloat16)
+
+
+def moe_reference(inputs: MoEInputs, weights: MoEWeights, shape: MoEShape) -> torch.Tensor:
+    """The layer on gathered tensors, `weights` holding every expert: BF16 [T, H]."""
+    terms_TKH = _slot_terms(inputs, weights, shape)
+    return combine_terms(terms_TKH, inputs.topk_ids, inputs.topk_weights)
+
+
+def moe_reference_tp(
+    inputs: MoEInputs, shards: Sequence[MoEWeights], shape: MoEShape
+) -> torch.Tensor:
+    """The layer with every expert's intermediate divided over `shards`: BF16 [T, H].
+
+    Each rank combines its FP32 FC2 sums; the parts are added in rank order; one rounding.
+    """
+    total_TH = torch.zeros_like(inputs.hidden_states, dtype=torch.float32)
+    for shard in shards:
+        terms_TKH = _slot_terms(inputs, shard, shape)
+        total_TH += combine_parts(terms_TKH, inputs.topk_ids, inputs.topk_weights)
+    return total_TH.to(torch.bfloat16)
+
+
+def _slot_terms(inputs: MoEInputs, weights: MoEWeights, shape: MoEShape) -> torch.Tensor:
+    """Terms [T, K, H] of every routed slot; those of masked slots are left unwritten."""
+    ids_TK = inputs.topk_ids
+    if ids_TK.numel() and int(ids_TK.max()) >= shape.num_experts:
+        raise MoEEpConfigError(
+            f"topk_ids holds {int(ids_TK.max())}; allowed: negative (masked) or below "
+            f"num_experts {shape.num_experts}"
+        )
+    dtype = torch.float32 if weights.parallel == "tp" else torch.bfloat16
+    terms_TKH = torch.empty(*ids_TK.shape, shape.hidden, dtype=dtype, device=ids_TK.device)
+    for local_expert_idx, expert_idx in enumerate(weights.expert_ids):
+        tokens, slots = (ids_TK == expert_idx).nonzero(as_tuple=True)
+        if len(tokens):
+            terms_TKH[tokens, slots] = expert_terms(
+                inputs.hidden_states[tokens], weights, local_expert_idx, shape.activation
+            )
+    return terms_TKH
+
+
+def _padded(x_PH: torch.Tensor) -> torch.Tensor:
+    """On CPU the rows, zero-padded to a multiple of `CPU_ROW_MULTIPLE`; elsewhere as they are."""
+    num_rows = x_PH.shape[0]
+    num_padding = -num_rows % CPU_ROW_MULTIPLE
+    if x_PH.device.type != "cpu":
+        return x_PH
+    padded_PH = torch.empty(num_rows + num_padding, x_PH.shape[1], dtype=torch.float32)
+    padded_PH[:num_rows] = x_PH
+    padded_PH[num_rows:] = 0
+    return padded_PH
+
+
+def _linear(x_PC: torch.Tensor, weights: MoEWeights, name: str, expert: int) -> torch.Tensor:
+    """FP32 [P, N]: the rows times one expert's matrix, its global scales and its bias."""
+    w_NC = getattr(weights, name)[expert]
+    out_PN = _matmul(x_PC, w_NC)
+    bias = weights.b13 if name == "w13" else weights.b2
+    if bias is not None:
+        out_PN += bias[expert]
+    return out_PN
+
+
+def _matmul(x_PC: torch.Tensor, w_NC: torch.Tensor) -> torch.Tensor:
+    """x w^T with FP32 sums. Operands hold BF16 values, so that FP32 products are exact."""
+    if x_PC.device.type == "cuda":
+        return torch.mm(x_PC, w_NC.t(), out_dtype=torch.float32)
+    return torch.mm(x_PC.float(), w_NC.float().t())
