@@ -155,13 +155,12 @@ def test_children_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
         parent.wait()
     files = list(tmp_path.glob("*.pids"))
     assert len(files) == 2
-    ranks_and_grandchildren = [[int(pid) for pid in file.read_text().split()] for file in files]
+    pids = [[int(pid) for pid in file.read_text().split()] for file in files]
     try:
-        assert all(is_gone(rank_pid) for rank_pid, _ in ranks_and_grandchildren)
+        assert all(is_gone(rank_pid) for rank_pid, _ in pids)
     finally:
-        for _, grandchild_pid in ranks_and_grandchildren:
-            if not is_gone(grandchild_pid):
-                os.kill(grandchild_pid, signal.SIGKILL)
+        for _, grandchild_pid in pids:
+            os.kill(grandchild_pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(("num_ranks", "device"), [(0, "cpu"), (2, "tpu")])
