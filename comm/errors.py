@@ -38,7 +38,7 @@ class MoEEpTimeoutError(MoEEpError, TimeoutError):
         self,
         message: str,
         *,
-        phase: str,
+        phase: str = "",
         step: int | None = None,
         ranks: Sequence[int] = (),
         expert: int | None = None,
