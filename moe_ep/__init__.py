@@ -4,6 +4,7 @@ from importlib import import_module
 
 _HOME = {
     "Activation": "moe_ep.megakernel.problem",
+    "DispatchPlan": "moe_ep.dispatch_plan",
     "EpGroup": "moe_ep.comm.group",
     "MegaConfig": "moe_ep.config",
     "MoEEpError": "moe_ep.comm.errors",
