@@ -1,0 +1,146 @@
+"""The order of work, in plain integers.
+
+A GEMM over one rank's experts is cut into items: the whole K of (expert, token tile, row slices).
+A slice is the weight rows that the math warpgroups hold at once, one 64-row tile each; an item has
+`slices_per_item` of them, one after the other on the same tokens. The list is
+
+    experts with the most rows first (ties: lower expert first)
+      row items of the expert in ascending order
+        its token tiles
+
+so that neighbours in time share weights in L2 and the longest work never starts last. CTAs take
+items by a counter. The last `num_halved` items are listed as two half-height items each: they are
+what evens out the end.
+
+The functions below are written for Python ints; kernels trace the same functions on device
+integers (`cute.jit(function)`), so the two cannot walk different orders.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+TOKEN_STEP = 8
+
+
+def ceil_div(value, divisor):
+    return (value + divisor - 1) // divisor
+
+
+def num_row_items(num_slices, slices_per_item):
+    return (num_slices + slices_per_item - 1) // slices_per_item
+
+
+def num_token_tiles(num_rows, max_tile_width):
+    """Token tiles of an expert: as few as the widest tile allows."""
+    return (num_rows + max_tile_width - 1) // max_tile_width
+
+
+def token_tile_rows(num_rows, num_tiles):
+    """Rows of each token tile but the last: an equal share, rounded up to `TOKEN_STEP`."""
+    share = (num_rows + num_tiles - 1) // num_tiles
+    return (share + TOKEN_STEP - 1) // TOKEN_STEP * TOKEN_STEP
+
+
+def num_halved_items(num_items, num_ctas, slices_per_item):
+    """How many items at the end of the list are cut in half.
+
+    All of them when there are fewer items than CTAs (a CTA alone cannot pull its share of HBM),
+    else about half a wave: more would pay the token traffic of a half-height item for nothing.
+    """
+    halved = num_ctas // 2
+    if num_items <= num_ctas:
+        halved = num_items
+    if slices_per_item == 1:
+        halved = num_items - num_items
+    return halved
+
+
+def listed_item(index, num_items, num_halved):
+    """Item behind position `index` of the list, and which part of it: 0 all, 1 or 2 a half."""
+    first_halved = num_items - num_halved
+    item = index
+    part = index - index
+    if index >= first_halved:
+        item = first_halved + (index - first_halved) // 2
+        part = 1 + (index - first_halved) % 2
+    return item, part
+
+
+def item_slices(row_item, part, num_slices, slices_per_item):
+    """First slice of the item (or half of it), and how many there are: 0 for an empty half."""
+    first = row_item * slices_per_item
+    count = slices_per_item + part - part
+    if part > 0:
+        count = slices_per_item // 2 + part - part
+        first = first + (part - 1) * count
+    if first + count > num_slices:
+        count = num_slices - first
+    if count < 0:
+        count = count - count
+    return first, count
+
+
+def tile_rows(tile, num_rows, num_tiles):
+    """First row of a token tile within its expert, and its number of rows."""
+    share = token_tile_rows(num_rows, num_tiles)
+    first = tile * share
+    count = num_rows - first
+    if count > share:
+        count = share
+    return first, count
+
+
+@dataclass(frozen=True)
+class Item:
+    """One unit of a CTA's work. Rows are pool rows: expert-sorted tokens of this rank."""
+
+    expert: int
+    first_slice: int
+    num_slices: int
+    first_row: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class GemmGrid:
+    """What cuts one GEMM into items.
+
+    num_slices       slices of an expert's weight rows
+    slices_per_item  slices that one item covers
+    max_tile_width   widest token tile
+    num_ctas         CTAs that share the list
+    """
+
+    num_slices: int
+    slices_per_item: int
+    max_tile_width: int
+    num_ctas: int
+
+    @property
+    def row_items(self) -> int:
+        return num_row_items(self.num_slices, self.slices_per_item)
+
+
+def expert_order(rows_per_expert: Sequence[int]) -> list[int]:
+    """Experts by falling number of rows; the lower expert first among equals."""
+    return sorted(range(len(rows_per_expert)), key=lambda e: (-rows_per_expert[e], e))
+
+
+def items(rows_per_expert: Sequence[int], grid: GemmGrid) -> Iterator[Item]:
+    """The list that the kernels walk, empty halves left out."""
+    first_rows = [sum(rows_per_expert[:e]) for e in range(len(rows_per_expert))]
+    order = expert_order(rows_per_expert)
+    tiles = [num_token_tiles(rows, grid.max_tile_width) for rows in rows_per_expert]
+    num_items = grid.row_items * sum(tiles)
+    num_halved = num_halved_items(num_items, grid.num_ctas, grid.slices_per_item)
+    for index in range(num_items + num_halved):
+        item, part = listed_item(index, num_items, num_halved)
+        for expert in order:
+            if item < grid.row_items * tiles[expert]:
+                break
+            item -= grid.row_items * tiles[expert]
+        row_item, tile = divmod(item, tiles[expert])
+        first_slice, num_slices = item_slices(row_item, part, grid.num_slices, grid.slices_per_item)
+        first, count = tile_rows(tile, rows_per_expert[expert], tiles[expert])
+        if num_slices:
+            yield Item(expert, first_slice, num_slices, first_rows[expert] + first, count)
