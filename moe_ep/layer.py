@@ -1,0 +1,321 @@
+"""The layer that a model calls, and its life: build, warm up, forward, refit, destroy."""
+
+from typing import Any, NoReturn
+
+import torch
+
+from moe_ep.comm.errors import (
+    MoEEpConfigError,
+    MoEEpStateError,
+    MoEEpTimeoutError,
+    MoEEpTransportError,
+)
+from moe_ep.comm.group import EpGroup
+from moe_ep.comm.liveness import Liveness
+from moe_ep.comm.rendezvous import next_layer_id
+from moe_ep.comm.torch_transport import TorchTransport
+from moe_ep.comm.transport import LocalTransport, Transport
+from moe_ep.config import Backend
+from moe_ep.fingerprint import agree, fingerprint
+from moe_ep.inputs import MoEInputs, check_inputs, check_tensor
+from moe_ep.megakernel.problem import MoEShape, owned_experts
+from moe_ep.split import SplitBackend, TorchExperts
+from moe_ep.supports import choose_backend, describe, supports
+from moe_ep.weights import MoEWeights
+
+__all__ = ["MoEEpLayer", "supports"]
+
+
+class MoEEpLayer(torch.nn.Module):
+    """One Mixture-of-Experts layer over the ranks of a group. A module without parameters.
+
+    Building it is collective: every rank of the group builds its layers in the same order. All
+    ranks raise if one rank's arguments do not pass, or if they disagree with rank 0's.
+
+    shape                what the model knows of the layer
+    weights              this rank's part, `weights.shard(parallel, rank, num_ranks)`; kept, not
+                         copied, and overwritten by `update_weights`
+    max_tokens_per_rank  capacity, the most tokens that a rank may bring to one call
+    backend              "auto" (the first that can run), `MegaConfig` or `SplitConfig`
+    group                `EpGroup` or any ProcessGroup; default: all ranks of the job, or this
+                         process alone where torch.distributed is not initialised
+    device               default: where the weights are
+    timeout_s            seconds that a call waits for the other ranks
+
+    Raises `MoEEpConfigError` for arguments, `MoEEpUnavailableError` for a backend that cannot run
+    here, `MoEEpTimeoutError` naming ranks that did not come.
+    """
+
+    def __init__(
+        self,
+        shape: MoEShape,
+        weights: MoEWeights,
+        *,
+        max_tokens_per_rank: int,
+        backend: Backend | str = "auto",
+        group: EpGroup | torch.distributed.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        super().__init__()
+        if not isinstance(timeout_s, int | float) or not timeout_s > 0:
+            raise MoEEpConfigError(f"timeout_s must be a positive number, got {timeout_s!r}")
+        if device is None:
+            device = weights.device if isinstance(weights, MoEWeights) else "cpu"
+        self._group = _resolve_group(group, device)
+        layer_id = next_layer_id(self._group, timeout_s)
+        fields = refusal = None
+        try:
+            _check_arguments(shape, weights, max_tokens_per_rank, self._group)
+            choice = choose_backend(shape, weights.weights_format, backend, self._group.device)
+            fields = fingerprint(
+                shape, weights, max_tokens_per_rank, choice.backend, self._group.device
+            )
+        except Exception as error:  # told to the other ranks, then raised
+            refusal = error
+        agree(self._group, layer_id, fields, refusal, timeout_s)
+
+        self.shape = shape
+        self.max_tokens_per_rank = max_tokens_per_rank
+        self._weights = weights
+        self._choice = choice
+        self._unusable: str | None = None
+        self._liveness = (
+            Liveness(self._group, layer_id, timeout_s) if self._group.num_ranks > 1 else None
+        )
+        transport = _make_transport(
+            self._group, self._liveness, layer_id, shape, weights.parallel, timeout_s
+        )
+        kernel = TorchExperts(weights, shape.activation)
+        self._backend = SplitBackend(weights, transport, kernel)
+
+    @property
+    def backend(self) -> Backend:
+        """The backend that runs."""
+        return self._choice.backend
+
+    @property
+    def group(self) -> EpGroup:
+        return self._group
+
+    @torch.no_grad()
+    def forward(
+        self,
+        inputs: MoEInputs,
+        out: torch.Tensor | None = None,
+        max_tokens: int | None = None,
+    ) -> torch.Tensor:
+        """BF16 [T, H] of this rank's tokens. Collective: every rank calls it equally often.
+
+        out         BF16 [T, H] to write, any strides; default: a fresh tensor
+        max_tokens  bound on T that the caller knows to be the same on all ranks; default: the
+                    capacity
+
+        Raises `MoEEpConfigError` on every rank if one rank's input does not pass, naming rank and
+        argument (the next call works); `MoEEpTimeoutError` or `MoEEpTransportError` if ranks are
+        lost (only `destroy` works then); `MoEEpStateError` in a layer that is not usable.
+        """
+        self._require_usable()
+        bound = self.max_tokens_per_rank if max_tokens is None else max_tokens
+        try:
+            try:
+                self._check_call(inputs, out, bound)
+            except MoEEpConfigError as refusal:
+                self._backend.refuse(str(refusal))
+            y_TH = self._backend.forward(inputs, bound)
+        except MoEEpConfigError:
+            raise  # all ranks raise it, so they are still in step
+        except BaseException as error:
+            self._poison(error)
+            raise
+        if out is None:
+            return y_TH
+        return out.copy_(y_TH)
+
+    def warmup(self) -> None:
+        """Compile and allocate everything, and make the first contact of the ranks. Collective."""
+        self._require_usable()
+        device, top_k = self._group.device, self.shape.top_k
+        token = MoEInputs(
+            torch.zeros(1, self.shape.hidden, dtype=torch.bfloat16, device=device),
+            torch.arange(top_k, device=device)[None],
+            torch.zeros(1, top_k, device=device),
+        )
+        self.forward(token)
+
+    def update_weights(self, weights: MoEWeights) -> None:
+        """Refit: copy `weights` over the layer's, in place, so that addresses stay. Not collective:
+        call it on every rank between the same two forwards.
+
+        Raises `MoEEpConfigError`, having written nothing, unless format, ownership and every
+        tensor's dtype, shape and device are those the layer was built with.
+        """
+        self._require_usable()
+        held = self._weights
+        if not isinstance(weights, MoEWeights):
+            raise MoEEpConfigError(f"weights must be MoEWeights, got {type(weights).__name__}")
+        for name in ("weights_format", "parallel", "rank", "num_ranks", "expert_ids"):
+            value, wanted = getattr(weights, name), getattr(held, name)
+            if value != wanted:
+                raise MoEEpConfigError(f"weights.{name} is {value}; allowed: {wanted}, as built")
+        if weights.tensors.keys() != held.tensors.keys():
+            raise MoEEpConfigError(
+                f"weights hold {', '.join(weights.tensors)}; allowed: {', '.join(held.tensors)}, "
+                "as built"
+            )
+        for name, tensor in held.tensors.items():
+            new = getattr(weights, name)
+            check_tensor(f"weights.{name}", new, (tensor.dtype,), tensor.shape, tensor.device)
+        with torch.no_grad():
+            for name, tensor in held.tensors.items():
+                tensor.copy_(getattr(weights, name))
+
+    def check(self) -> None:
+        """Raise `MoEEpStateError` in a layer that is not usable, and any error that a kernel found
+        and that no call has raised yet (the split path raises at once)."""
+        self._require_usable()
+
+    def explain(self) -> str:
+        """Which backend runs and why; why each other one of "auto" does not."""
+        group, weights = self._group, self._weights
+        where = f"rank {group.rank} of {group.num_ranks} on {group.device}"
+        if weights is not None:
+            where += (
+                f", {weights.num_local_experts} of {self.shape.num_experts} experts in "
+                f"{weights.weights_format}, {weights.num_bytes / 1e6:.1f} MB"
+            )
+        return f"{where}\n{self._choice.explain()}"
+
+    def destroy(self) -> None:
+        """Release weights and transport. Idempotent, allowed in every state, not collective."""
+        self._unusable = "the layer was destroyed"
+        self._weights = None
+        if self._backend is not None:
+            self._backend.destroy()
+            self._backend = None
+
+    def extra_repr(self) -> str:
+        return f"{self.shape}, max_tokens_per_rank={self.max_tokens_per_rank}, " + describe(
+            self.backend
+        )
+
+    def _check_call(self, inputs: MoEInputs, out: torch.Tensor | None, bound: int) -> None:
+        if isinstance(bound, bool) or not isinstance(bound, int):
+            raise MoEEpConfigError(f"max_tokens must be an int, got {bound!r}")
+        if not 0 <= bound <= self.max_tokens_per_rank:
+            raise MoEEpConfigError(
+                f"max_tokens is {bound}; allowed: 0 to max_tokens_per_rank "
+                f"{self.max_tokens_per_rank}"
+            )
+        check_inputs(inputs, self.shape, bound, self._group.device)
+        if out is None:
+            return
+        wanted = tuple(inputs.hidden_states.shape)
+        check_tensor("out", out, (torch.bfloat16,), wanted, self._group.device)
+        if any(
+            stride == 0 and length > 1
+            for stride, length in zip(out.stride(), out.shape, strict=True)
+        ):
+            raise MoEEpConfigError(
+                f"out has strides {out.stride()}; allowed: no element that stands for several"
+            )
+
+    def _require_usable(self) -> None:
+        if self._unusable is not None:
+            raise MoEEpStateError(f"{self._unusable}; only destroy() is allowed, then a new layer")
+
+    def _poison(self, error: BaseException) -> None:
+        """Nobody knows how far the other ranks got: no further call can be in step with them."""
+        self._unusable = f"an earlier call failed ({type(error).__name__}: {error})"
+        if self._liveness and not isinstance(error, MoEEpTimeoutError | MoEEpTransportError):
+            self._liveness.announce(f"{type(error).__name__}: {error}")
+
+    def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
+        raise MoEEpStateError(
+            "MoEEpLayer is bound to its device, format and ranks: .to(), .half(), .cuda() and the "
+            "like are not allowed; convert MoEWeights and build a new layer"
+        )
+
+    def __deepcopy__(self, memo: dict) -> NoReturn:
+        raise MoEEpStateError("MoEEpLayer is bound to its ranks: it cannot be copied")
+
+    def __reduce_ex__(self, protocol: int) -> NoReturn:
+        raise MoEEpStateError("MoEEpLayer is bound to its ranks: it cannot be copied or pickled")
+
+
+def _resolve_group(
+    group: EpGroup | torch.distributed.ProcessGroup | None, device: torch.device | str
+) -> EpGroup:
+    if group is None:
+        return EpGroup.default(device)
+    if isinstance(group, EpGroup):
+        return group
+    return EpGroup.from_process_group(group, device)
+
+
+def _check_arguments(
+    shape: MoEShape, weights: MoEWeights, max_tokens_per_rank: int, group: EpGroup
+) -> None:
+    """What one rank can see by itself."""
+    if not isinstance(shape, MoEShape):
+        raise MoEEpConfigError(f"shape must be a MoEShape, got {shape!r}")
+    if not isinstance(weights, MoEWeights):
+        raise MoEEpConfigError(f"weights must be MoEWeights, got {type(weights).__name__}")
+    if isinstance(max_tokens_per_rank, bool) or not isinstance(max_tokens_per_rank, int):
+        raise MoEEpConfigError(f"max_tokens_per_rank must be an int, got {max_tokens_per_rank!r}")
+    if max_tokens_per_rank < 1:
+        raise MoEEpConfigError(f"max_tokens_per_rank must be at least 1, got {max_tokens_per_rank}")
+    for name, wanted in (
+        ("num_experts", shape.num_experts),
+        ("hidden", shape.hidden),
+        ("intermediate", shape.intermediate),
+        ("is_gated", shape.activation.is_gated),
+    ):
+        value = getattr(weights, name)
+        if value != wanted:
+            raise MoEEpConfigError(f"{name} of the weights is {value}, the shape has {wanted}")
+    if (weights.rank, weights.num_ranks) != (group.rank, group.num_ranks):
+        raise MoEEpConfigError(
+            f"weights are those of rank {weights.rank} of {weights.num_ranks}, the group has rank "
+            f"{group.rank} of {group.num_ranks}; use weights.shard(parallel, {group.rank}, "
+            f"{group.num_ranks}) on the full weights"
+        )
+    owned = range(shape.num_experts)
+    if weights.parallel == "ep":
+        owned = owned_experts(shape.num_experts, group.num_ranks, group.rank)
+    if tuple(weights.expert_ids) != tuple(owned):
+        raise MoEEpConfigError(
+            f"weights hold experts {list(weights.expert_ids)}; allowed for rank {group.rank}: "
+            f"{list(owned)} in this order"
+        )
+    if weights.device != group.device:
+        raise MoEEpConfigError(f"weights are on {weights.device}, the layer on {group.device}")
+
+
+def _make_transport(
+    group: EpGroup,
+    liveness: Liveness | None,
+    layer_id: int,
+    shape: MoEShape,
+    parallel: str,
+    timeout_s: float,
+) -> Transport:
+    if group.num_ranks == 1:
+        return LocalTransport(parallel)
+    owner_E = None
+    if parallel == "ep":
+        owners = [
+            rank
+            for rank in range(group.num_ranks)
+            for _ in owned_experts(shape.num_experts, group.num_ranks, rank)
+        ]
+        owner_E = torch.tensor(owners, device=group.device)
+    return TorchTransport(
+        group,
+        liveness,
+        layer_id=layer_id,
+        hidden=shape.hidden,
+        top_k=shape.top_k,
+        owner_E=owner_E,
+        timeout_s=timeout_s,
+    )
