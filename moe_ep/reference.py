@@ -10,14 +10,14 @@ Letters: P rows of one expert, T tokens, K slots, H hidden, I intermediate, E ex
 On CPU a row's bits must not depend on the rows beside it: matmuls run in FP32 on rows zero-padded
 to a multiple of `CPU_ROW_MULTIPLE`, and activations are built from `exp` and `tanh`, because
 torch's own matmuls and activations change bits with the number of rows, threads and tails. Weights
-are upcast one matrix at a time, so that the memory beside the weights is one FP32 matrix
-[max(fc1_rows, H), ..]; a kept FP32 copy would take three times the weights and save under 10 %.
+are decoded and upcast one matrix at a time; the memory beside them is that one FP32 matrix.
 """
 
 import math
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.inputs import MoEInputs
@@ -143,6 +143,50 @@ def moe_reference_tp(
     return total_TH.to(torch.bfloat16)
 
 
+def moe_oracle_fp64(inputs: MoEInputs, weights: MoEWeights, shape: MoEShape) -> torch.Tensor:
+    """The layer in FP64 on exactly dequantised weights, no rounding in between: FP64 [T, H]."""
+    terms_TKH = terms_oracle_fp64(inputs, weights, shape)
+    is_used_TK = inputs.topk_ids >= 0
+    weights_TK = torch.where(is_used_TK, inputs.topk_weights.double(), 0)
+    return (weights_TK[..., None] * terms_TKH).sum(dim=1)
+
+
+def terms_oracle_fp64(inputs: MoEInputs, weights: MoEWeights, shape: MoEShape) -> torch.Tensor:
+    """FP64 terms [T, K, H] of all slots, 0 for masked ones."""
+    terms_TKH = torch.zeros(*inputs.topk_ids.shape, shape.hidden, dtype=torch.float64)
+    for local_expert_idx, expert_idx in enumerate(weights.expert_ids):
+        tokens, slots = (inputs.topk_ids == expert_idx).nonzero(as_tuple=True)
+        matrices = [
+            weights.dequantize_expert(n, local_expert_idx, torch.float64) for n in ("w13", "w2")
+        ]
+        biases = [
+            b if b is None else b[local_expert_idx].double() for b in (weights.b13, weights.b2)
+        ]
+        fc1_PN = F.linear(inputs.hidden_states[tokens].double(), matrices[0], biases[0])
+        hidden_PI = _activate_fp64(fc1_PN, shape.activation)
+        terms_TKH[tokens, slots] = F.linear(hidden_PI, matrices[1], biases[1])
+    return terms_TKH
+
+
+def _activate_fp64(fc1_PN: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """`activate` in FP64 from torch's own functions."""
+    kind, alpha, beta = activation.kind, activation.alpha, activation.beta
+    if kind == "relu2":
+        return F.relu(fc1_PN).square()
+    gate, up = fc1_PN.tensor_split(2, dim=1)
+    if activation.limit is not None:
+        gate = gate.minimum(gate.new_tensor(activation.limit))
+        up = F.hardtanh(up, -activation.limit, activation.limit)
+    if kind == "swiglu":
+        return gate * torch.sigmoid(alpha * gate) * (up + beta)
+    if kind == "geglu_tanh":
+        return F.gelu(gate, approximate="tanh") * up
+    if kind == "reglu":
+        return F.relu(gate) * up
+    capped = beta * torch.tanh(up / beta) if beta > 0 else up
+    return alpha * torch.tanh(gate / alpha) * torch.sigmoid(gate) * capped
+
+
 def _slot_terms(inputs: MoEInputs, weights: MoEWeights, shape: MoEShape) -> torch.Tensor:
     """Terms [T, K, H] of every routed slot; those of masked slots are left unwritten."""
     ids_TK = inputs.topk_ids
@@ -176,8 +220,13 @@ def _padded(x_PH: torch.Tensor) -> torch.Tensor:
 
 def _linear(x_PC: torch.Tensor, weights: MoEWeights, name: str, expert: int) -> torch.Tensor:
     """FP32 [P, N]: the rows times one expert's matrix, its global scales and its bias."""
-    w_NC = getattr(weights, name)[expert]
-    out_PN = _matmul(x_PC, w_NC)
+    w_NC = weights.unscaled(name, expert)
+    if weights.weights_format == "fp8_block":
+        out_PN = _blockwise_matmul(x_PC, w_NC, weights.fp8_scales(name, expert))
+    else:
+        out_PN = _matmul(x_PC, w_NC)
+    for rows, scale in weights.global_scales(name, expert):
+        out_PN[:, rows] *= scale
     bias = weights.b13 if name == "w13" else weights.b2
     if bias is not None:
         out_PN += bias[expert]
@@ -185,7 +234,16 @@ def _linear(x_PC: torch.Tensor, weights: MoEWeights, name: str, expert: int) -> 
 
 
 def _matmul(x_PC: torch.Tensor, w_NC: torch.Tensor) -> torch.Tensor:
-    """x w^T with FP32 sums. Operands hold BF16 values, so that FP32 products are exact."""
+    """x w^T with FP32 sums. The operands hold BF16 values, so that FP32 products are exact."""
     if x_PC.device.type == "cuda":
-        return torch.mm(x_PC, w_NC.t(), out_dtype=torch.float32)
+        return torch.mm(x_PC.bfloat16(), w_NC.bfloat16().t(), out_dtype=torch.float32)
     return torch.mm(x_PC.float(), w_NC.float().t())
+
+
+def _blockwise_matmul(x_PC: torch.Tensor, q_NC: torch.Tensor, sf_NB: torch.Tensor) -> torch.Tensor:
+    """acc = acc + s * partial for each 128 columns, ascending; multiply and add each rounded."""
+    out_PN = torch.zeros(x_PC.shape[0], q_NC.shape[0], dtype=torch.float32, device=x_PC.device)
+    for block_idx, sf_N in enumerate(sf_NB.t()):
+        columns = slice(128 * block_idx, 128 * (block_idx + 1))
+        out_PN += _matmul(x_PC[:, columns], q_NC[:, columns]).mul_(sf_N)
+    return out_PN
