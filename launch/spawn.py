@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ep.comm.errors import MoEEpConfigError, MoEEpError, MoEEpTimeoutError
+from moe_ep.launch import bootstrap
 
 _HOST = "127.0.0.1"
 # After the first failure, how long the other ranks may still report theirs (it may be the cause).
@@ -224,7 +225,14 @@ def _child_main(pipe: Connection, setup: tuple[int, int, int, float, str], call:
     try:
         rank_idx, num_ranks, port, timeout_s, device = setup
         torch.set_num_threads(1)
-        _init_process_group(rank_idx, num_ranks, port, timeout_s, device)
+        if sys.platform == "linux":
+            # All ranks are on this host: do not depend on its name resolving to an address.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        bound = bootstrap.bind_device(device, rank_idx)
+        store = dist.TCPStore(_HOST, port, timeout=timedelta(seconds=timeout_s))
+        bootstrap.start_process_group(
+            bound, timeout_s, store=store, rank=rank_idx, world_size=num_ranks
+        )
         worker, args = pickle.loads(call)
         message = ("result", pickle.dumps(worker(rank_idx, num_ranks, *args)), "")
     except BaseException as error:  # SystemExit of a worker is a failure like any other
@@ -235,25 +243,6 @@ def _child_main(pipe: Connection, setup: tuple[int, int, int, float, str], call:
         pipe.recv_bytes()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _init_process_group(
-    rank_idx: int, num_ranks: int, port: int, timeout_s: float, device: str
-) -> None:
-    timeout = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(_HOST, port, is_master=False, timeout=timeout)
-    if device == "cuda":
-        gpu = torch.device("cuda", rank_idx)
-        torch.cuda.set_device(gpu)  # before NCCL looks for its device
-        backend, options = "cpu:gloo,cuda:nccl", {"device_id": gpu}
-    else:
-        backend, options = "gloo", {}
-    if sys.platform == "linux":
-        # All ranks are on this host: do not depend on its name resolving to an address.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        backend, store=store, rank=rank_idx, world_size=num_ranks, timeout=timeout, **options
-    )
 
 
 def _pickle_error(error: BaseException) -> bytes | None:

@@ -1,0 +1,132 @@
+"""From a bare process to an `EpGroup`, and back, each in one order.
+
+    init       torchrun's environment -> device -> process group -> EpGroup
+    shutdown   device idle -> every rank here -> process group
+
+Under torchrun every process is one rank; plain `python` is one rank without a process group.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_ep.comm.errors import MoEEpConfigError
+from moe_ep.comm.group import EpGroup
+from moe_ep.launch import log
+
+# torchrun sets all five. A cluster may export the address everywhere, so it alone says nothing.
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
+
+
+@contextmanager
+def session(device: str | None = None, *, timeout_s: float = 600.0) -> Iterator[EpGroup]:
+    """`init`, and `shutdown` of what it started. After an exception no other rank is waited for."""
+    is_ours = not dist.is_initialized()
+    group = init(device, timeout_s=timeout_s)
+    try:
+        yield group
+    except BaseException:
+        if is_ours and dist.is_initialized():
+            dist.destroy_process_group()
+        raise
+    if is_ours:
+        shutdown(group)
+
+
+def init(device: str | None = None, *, timeout_s: float = 600.0) -> EpGroup:
+    """The group of all ranks of this job. Collective under torchrun.
+
+    device     "cpu" or "cuda"; None takes a GPU where torch sees one. On "cuda" the rank's GPU is
+               LOCAL_RANK, made current before NCCL starts
+    timeout_s  limit of the process group's own collectives, long enough for ranks that load
+               checkpoints at different speeds; a layer has a shorter one of its own
+
+    A process group that is initialised already is taken as it is, with the current GPU. Logging
+    gets the rank prefix. Raises `MoEEpConfigError` naming the variable that is missing or wrong,
+    or the device that is not there.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if dist.is_initialized():
+        bound = bind_device(device, torch.cuda.current_device() if device == "cuda" else 0)
+    elif _is_launched():
+        rank, num_ranks, local_rank = (_integer(name) for name in _RANK_VARIABLES)
+        if rank >= num_ranks:
+            raise MoEEpConfigError(f"RANK is {rank}; allowed: below WORLD_SIZE, {num_ranks}")
+        bound = bind_device(device, local_rank)
+        start_process_group(bound, timeout_s, init_method="env://")
+    else:
+        bound = bind_device(device, 0)
+    group = EpGroup.default(bound)
+    log.setup(group.rank, group.num_ranks)
+    return group
+
+
+def shutdown(group: EpGroup) -> None:
+    """End what `init` started, once every rank has come here. Destroy the layers before.
+
+    Waits for the others at most `timeout_s` of `init`: a rank that leaves early closes connections
+    that the last call of another may still use.
+    """
+    if group.process_group is None:
+        return
+    if group.device.type == "cuda":
+        torch.cuda.synchronize(group.device)
+    dist.barrier(group.process_group)
+    dist.destroy_process_group()
+
+
+def bind_device(device: str, local_rank: int) -> torch.device:
+    """The device of a rank, made current. Raises `MoEEpConfigError` if it is not there."""
+    if device == "cpu":
+        return torch.device("cpu")
+    if device != "cuda":
+        raise MoEEpConfigError(f"device {device!r} is not known; allowed: 'cpu', 'cuda'")
+    num_gpus = torch.cuda.device_count()
+    if local_rank >= num_gpus:
+        raise MoEEpConfigError(
+            f"local rank {local_rank} has no GPU: torch sees {num_gpus} here; start at most "
+            f"{num_gpus} ranks on this host, or ask for device 'cpu'"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def start_process_group(device: torch.device, timeout_s: float, **rendezvous: Any) -> None:
+    """`init_process_group` with gloo, and NCCL beside it on a GPU (objects still travel by gloo).
+
+    rendezvous  how the ranks meet: `init_method`, or `store` with `rank` and `world_size`
+    """
+    if device.type == "cuda":
+        backend, rendezvous = "cpu:gloo,cuda:nccl", rendezvous | {"device_id": device}
+    else:
+        backend = "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **rendezvous)
+
+
+def _is_launched() -> bool:
+    """Whether torchrun started this process; an environment with gaps is an error."""
+    given = [name for name in _RANK_VARIABLES if name in os.environ]
+    if not given:
+        return False
+    needed = _RANK_VARIABLES + _ADDRESS_VARIABLES
+    missing = [name for name in needed if name not in os.environ]
+    if missing:
+        raise MoEEpConfigError(
+            f"{', '.join(given)} set but {', '.join(missing)} missing: start ranks with torchrun, "
+            "which sets all of them, or unset the given ones to run as one rank"
+        )
+    return True
+
+
+def _integer(name: str) -> int:
+    text = os.environ[name]
+    if not text.isdecimal():
+        raise MoEEpConfigError(f"{name} is {text!r}; allowed: an integer from 0 up")
+    return int(text)

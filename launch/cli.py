@@ -1,0 +1,44 @@
+"""The `moe-ep` command. Each subcommand is a module with `add_arguments(parser)` and `run(args)`.
+
+Only the module of the subcommand asked for is imported, so `moe-ep --help` needs no torch.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import version
+
+from moe_ep.comm.errors import MoEEpConfigError
+
+# name -> (module, one line of help)
+COMMANDS = {
+    "doctor": ("moe_ep.launch.doctor", "what this machine can run, and what is missing"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; return its exit code, 2 for arguments that no layer would take."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(
+        prog="moe-ep",
+        description="Expert-parallel Mixture-of-Experts layers: look, try, measure.",
+    )
+    parser.add_argument("--version", action="version", version=f"moe-ep {version('moe-ep')}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for name, (module_name, help_line) in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=help_line, description=help_line)
+        if name in argv:
+            module = import_module(module_name)
+            module.add_arguments(subparser)
+            subparser.set_defaults(run=module.run)
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args)
+    except MoEEpConfigError as error:
+        print(f"moe-ep {args.command}: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""`moe-ep doctor`: what this machine has, what each part enables, and how to get what is missing.
+
+Looks only: imports torch, reads package metadata, asks nvidia-smi. Exit code 0 on any machine on
+which torch imports, with or without a GPU.
+"""
+
+import argparse
+import json
+import platform
+import re
+import shutil
+import subprocess
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+import torch.distributed as dist
+
+_SMI_TIMEOUT_S = 20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. `version` is None when the part is absent; then `fix` says what
+    brings it (a pip line where one does, empty where nothing is needed)."""
+
+    part: str
+    version: str | None
+    enables: str
+    fix: str = ""
+
+    @property
+    def is_found(self) -> bool:
+        return self.version is not None
+
+
+def examine() -> list[Finding]:
+    """Everything the report shows, in its order."""
+    return [
+        Finding("Python", platform.python_version(), "everything"),
+        Finding("torch", _torch_version(), "everything"),
+        _gloo(),
+        *_gpus(),
+        _nvlink(),
+        _nccl(),
+        *(_package(*row) for row in _PACKAGES),
+        _tool("ptxas", "nvidia-cuda-nvcc", "tests: compile ring"),
+        _tool("nvdisasm", "nvidia-cuda-nvdisasm", "tests: compile ring"),
+    ]
+
+
+# part, distribution that brings it, what it enables, extra of this package
+_PACKAGES = (
+    ("CuTe DSL", "nvidia-cutlass-dsl", "GPU kernels", "gpu"),
+    ("NVSHMEM", "nvshmem4py-cu13", "mega, several GPUs", "gpu"),
+    ("cuda-python", "cuda-python", "GPU kernels", "gpu"),
+    ("NCCL-EP", "nccl-extensions", "split over NCCL-EP", "nccl-ep"),
+    ("transformers", "transformers", "demo, checkpoints", "hf"),
+    ("matplotlib", "matplotlib", "charts of the bench", "plot"),
+    ("pytest", "pytest", "tests", "test"),
+)
+
+
+def _torch_version() -> str:
+    built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
+    return f"{torch.__version__} ({built_for})"
+
+
+def _gloo() -> Finding:
+    is_there = dist.is_available() and dist.is_gloo_available()
+    return Finding(
+        "gloo",
+        "with torch" if is_there else None,
+        "several ranks on CPUs",
+        "" if is_there else "a torch build with gloo",
+    )
+
+
+def _gpus() -> list[Finding]:
+    enables = "GPU path"
+    if torch.cuda.is_available():
+        findings = []
+        for idx in range(torch.cuda.device_count()):
+            gpu = torch.cuda.get_device_properties(idx)
+            text = f"{gpu.name}, {gpu.major}.{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
+            findings.append(Finding(f"GPU {idx}", text, enables))
+        return findings
+    if shutil.which("nvidia-smi") and not torch.version.cuda:
+        return [Finding("GPU", None, enables, 'pip install -e ".[gpu]"')]
+    if shutil.which("nvidia-smi"):
+        return [Finding("GPU", None, enables, f"a driver for CUDA {torch.version.cuda}")]
+    return [Finding("GPU", None, enables, "an NVIDIA GPU (without: CPU path)")]
+
+
+def _nvlink() -> Finding:
+    enables = "mega, several GPUs"
+    text = _run("nvidia-smi", "topo", "-m")
+    links = nvlinks_of_topology(text) if text else {}
+    if not links:
+        return Finding("NVLink", None, enables, "two GPUs joined by NVLink")
+    joined = ", ".join(f"{count} links x {pairs} pairs" for count, pairs in sorted(links.items()))
+    return Finding("NVLink", joined, enables)
+
+
+def nvlinks_of_topology(text: str) -> dict[int, int]:
+    """Number of GPU pairs by number of NVLinks between them, from `nvidia-smi topo -m`.
+
+    A row is `GPU0  X  NV18  ...`; a pair stands in two rows and is counted once.
+    """
+    pairs: dict[int, int] = {}
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text)  # nvidia-smi underlines its header
+    for row_idx, row in enumerate(re.findall(r"^GPU\d+\s+(.*)$", text, flags=re.MULTILINE)):
+        for col, cell in enumerate(row.split()):
+            if col > row_idx and (match := re.fullmatch(r"NV(\d+)", cell)):
+                pairs[int(match[1])] = pairs.get(int(match[1]), 0) + 1
+    return pairs
+
+
+def _nccl() -> Finding:
+    enables = "several ranks on GPUs"
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return Finding("NCCL", None, enables, 'pip install -e ".[gpu]"')
+    return Finding("NCCL", ".".join(map(str, torch.cuda.nccl.version())), enables)
+
+
+def _package(part: str, distribution: str, enables: str, extra: str) -> Finding:
+    found = _version(distribution)
+    return Finding(part, found, enables, "" if found else f'pip install -e ".[{extra}]"')
+
+
+def _tool(name: str, distribution: str, enables: str) -> Finding:
+    """A CUDA binary, from the toolkit on PATH or from its package."""
+    found = _version(distribution) or shutil.which(name)
+    return Finding(name, found, enables, "" if found else f"pip install {distribution}")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _run(*command: str) -> str | None:
+    """Standard output of a command, or None where it is missing, fails or does not answer."""
+    if not shutil.which(command[0]):
+        return None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def run(args: argparse.Namespace) -> int:
+    findings = examine()
+    if args.json:
+        rows = [asdict(finding) | {"found": finding.is_found} for finding in findings]
+        print(json.dumps({"parts": rows}, indent=2))
+    else:
+        _print_table(findings)
+    return 0
+
+
+def _print_table(findings: list[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="moe-ep doctor")
+    for heading in ("part", "found", "enables", "to get it"):
+        table.add_column(heading, overflow="fold")
+    for finding in findings:
+        found = f"[green]{finding.version}" if finding.is_found else "[yellow]missing"
+        table.add_row(finding.part, found, finding.enables, finding.fix.replace("[", r"\["))
+    Console().print(table)
