@@ -3,6 +3,7 @@
 Only kernel modules import this file: it needs CuTe DSL.
 """
 
+import struct
 from collections.abc import Sequence
 
 from cutlass import Float32, Int32, Int64, Uint32
@@ -154,6 +155,25 @@ def fma_rn(
 
 
 @dsl_user_op
+def select_below(
+    x: Float32,
+    limit: float,
+    below: Float32,
+    other: Float32,
+    *,
+    loc: ir.Location | None = None,
+    ip: ir.InsertionPoint | None = None,
+) -> Float32:
+    """setp and selp: `below` where |x| < limit, else `other` (also for NaN)."""
+    bits = struct.pack(">f", limit).hex().upper()
+    text = (
+        "{ .reg .pred p; .reg .f32 a; abs.f32 a, $1; "
+        f"setp.lt.f32 p, a, 0f{bits}; selp.f32 $0, $2, $3, p; }}"
+    )
+    return Float32(_asm(T.f32(), [x, below, other], text, "=f,f,f,f", loc, ip, pure=True))
+
+
+@dsl_user_op
 def as_float(
     word: Uint32, *, loc: ir.Location | None = None, ip: ir.InsertionPoint | None = None
 ) -> Float32:
@@ -193,3 +213,25 @@ def bulk_copy_g2s(
     """cp.async.bulk global -> shared; completes `num_bytes` (a multiple of 16) on `mbarrier`."""
     text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
     _asm(None, [dst_smem, src, num_bytes, mbarrier], text, "r,l,r,r,~{memory}", loc, ip)
+
+
+# ---- 16-byte rows: permutation and combine ------------------------------------------------------
+
+
+@dsl_user_op
+def ld_global_v4(
+    address: Int64, *, loc: ir.Location | None = None, ip: ir.InsertionPoint | None = None
+) -> tuple[Uint32, ...]:
+    """ld.global.v4.b32: 4 words; `address` is aligned to 16 bytes."""
+    struct = llvm.StructType.get_literal([T.i32()] * 4)
+    text = "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];"
+    loaded = _asm(struct, [address], text, "=r,=r,=r,=r,l,~{memory}", loc, ip)
+    return tuple(Uint32(llvm.extractvalue(T.i32(), loaded, [i], loc=loc, ip=ip)) for i in range(4))
+
+
+@dsl_user_op
+def prefetch_l2(
+    address: Int64, *, loc: ir.Location | None = None, ip: ir.InsertionPoint | None = None
+) -> None:
+    """prefetch.global.L2 of the line at `address`."""
+    _asm(None, [address], "prefetch.global.L2 [$0];", "l", loc, ip)
