@@ -155,7 +155,7 @@ class PermuteKernel:
         group_idx, chunk_idx, _ = cute.arch.block_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
-        storage = cutlass.utils.SmemAllocator().allocate(self.shared_storage)
+        storage = cutlass.memory.SmemAllocator().allocate(self.shared_storage)
         s_before = storage.before.get_tensor(cute.make_layout(self.num_bins))
         s_rest = storage.rest.get_tensor(cute.make_layout(self.num_bins))
         s_next_row = storage.next_row.get_tensor(cute.make_layout(self.num_bins))
