@@ -58,11 +58,12 @@ class Liveness:
         self._timeout_s = timeout_s
 
     def failed_elsewhere(self) -> bool:
-        """Whether another rank has given up (or the store, which a live job always reaches)."""
+        """Whether another rank has given up. A store that does not answer is no such news: the
+        collective's own time-out decides."""
         try:
             return ask_store(lambda: self._store.check([_FAILED]), GRACE_S)
         except StoreLostError:
-            return True
+            return False
 
     def announce(self, reason: str) -> None:
         """Tell the other ranks that this one, alive, gives up; they raise with `reason`."""
@@ -78,12 +79,12 @@ class Liveness:
         """
         where = f"{phase} of step {step}"
         try:
-            reason, missing = ask_store(lambda: self._survey(where), GRACE_S + GRACE_S)
+            reason, missing = ask_store(lambda: self._survey(where, cause), GRACE_S + GRACE_S)
         except StoreLostError as error:
             self._raise_store_lost(phase, step, error, cause)
         if not missing:
             raise MoEEpTransportError(
-                f"{where} failed although every rank is alive; first: {reason}"
+                f"{where} failed although every rank is alive; first to give up: {reason}"
             ) from cause
         names = ", ".join(self._group.rank_name(rank) for rank in missing)
         raise MoEEpTimeoutError(
@@ -100,8 +101,8 @@ class Liveness:
         self._store.compare_set(_FAILED, "", f"{self._group.rank_name(rank)}, {reason}")
         self._store.set(f"alive/{rank}", "yes")
 
-    def _survey(self, where: str) -> tuple[str, list[int]]:
-        self._post(f"{where} gave up")
+    def _survey(self, where: str, cause: BaseException) -> tuple[str, list[int]]:
+        self._post(f"{where} ({cause})")
         deadline = time.monotonic() + GRACE_S
         missing = list(range(self._group.num_ranks))
         while True:

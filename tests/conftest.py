@@ -1,13 +1,26 @@
-"""Tests that need GPUs are skipped, with the reason, where there are too few."""
+"""Rings of tests: what a machine cannot run is skipped with the reason."""
+
+import importlib.util
 
 import pytest
 import torch
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def _missing(item: pytest.Item) -> str | None:
+    """What this machine lacks for a test, or None."""
     num_gpus = torch.cuda.device_count()
+    if item.get_closest_marker("gpu") and not num_gpus:
+        return "needs an NVIDIA GPU"
+    several = item.get_closest_marker("gpus")
+    if several and num_gpus < several.args[0]:
+        return f"needs {several.args[0]} NVIDIA GPUs, found {num_gpus}"
+    if item.get_closest_marker("compile") and not importlib.util.find_spec("cutlass"):
+        return "needs nvidia-cutlass-dsl"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        marker = item.get_closest_marker("gpus")
-        needed = marker.args[0] if marker else 1 if item.get_closest_marker("gpu") else 0
-        if needed > num_gpus:
-            item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, found {num_gpus}"))
+        reason = _missing(item)
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))
