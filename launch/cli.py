@@ -13,6 +13,7 @@ from moe_ep.comm.errors import MoEEpConfigError
 
 # name -> (module, one line of help)
 COMMANDS = {
+    "estimate": ("moe_ep.launch.estimate", "bytes of weights and buffers of a layer, per rank"),
     "doctor": ("moe_ep.launch.doctor", "what this machine can run, and what is missing"),
 }
 
