@@ -1,0 +1,81 @@
+"""The moe-ep command and its doctor."""
+
+import json
+import platform
+
+import pytest
+import torch
+
+from moe_ep.launch import cli, doctor
+
+TOPOLOGY = (
+    "\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\x1b[0m\n"
+    "GPU0\t X \tNV18\tNV18\tPHB\tPXB\t0-47\n"
+    "GPU1\tNV18\t X \tNV12\tSYS\tNODE\t0-47\n"
+    "GPU2\tNV18\tNV12\t X \tSYS\tNODE\t48-95\n"
+    "GPU3\tPHB\tSYS\tSYS\t X \tNODE\t48-95\n"
+    "NIC0\tPXB\tNODE\tNODE\tNODE\t X \t\n"
+    "\n"
+    "Legend:\n"
+    "  NV#  = Connection traversing a bonded set of # NVLinks\n"
+)
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main([command, "--help"])
+    assert left.value.code == 0
+    assert cli.COMMANDS[command][1] in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("argv", [[], ["dokter"], ["doctor", "--colour"], ["--", "doctor", "x"]])
+def test_an_unknown_word_is_a_usage_error(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(argv)
+    assert left.value.code == 2
+    assert "usage: moe-ep" in capsys.readouterr().err
+
+
+def test_doctor_reports_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--json"]) == 0
+    parts = {row["part"]: row for row in json.loads(capsys.readouterr().out)["parts"]}
+    assert parts["Python"]["version"] == platform.python_version()
+    assert parts["torch"]["version"].startswith(torch.__version__)
+    assert parts["gloo"]["found"]
+    assert parts["GPU 0" if torch.cuda.is_available() else "GPU"]["found"] == (
+        torch.cuda.is_available()
+    )
+    for row in parts.values():
+        assert row["enables"]
+        assert row["found"] == (row["version"] is not None)
+        assert row["found"] or row["fix"], f"{row['part']}: missing, and no way to get it"
+
+
+def test_doctor_names_the_pip_line_of_everything_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda distribution: None)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    assert cli.main(["doctor", "--json"]) == 0
+    rows = {row["part"]: row for row in json.loads(capsys.readouterr().out)["parts"]}
+    expected = {"CuTe DSL": "gpu", "NVSHMEM": "gpu", "NCCL-EP": "nccl-ep", "transformers": "hf"}
+    for part, extra in expected.items():
+        assert not rows[part]["found"]
+        assert rows[part]["fix"] == f'pip install -e ".[{extra}]"'
+
+
+def test_doctor_prints_a_table_with_brackets_intact(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(doctor, "_version", lambda distribution: None)
+    assert cli.main(["doctor"]) == 0
+    assert 'pip install -e ".[nccl-ep]"' in capsys.readouterr().out
+
+
+def test_nvlinks_are_counted_once_a_pair() -> None:
+    assert doctor.nvlinks_of_topology(TOPOLOGY) == {18: 2, 12: 1}
+    assert doctor.nvlinks_of_topology("GPU0\t X \t0-47\n") == {}
