@@ -4,10 +4,9 @@ transformers (5.x) keeps the experts of a layer in one module with fused paramet
 runs them by a name in the model's configuration. Here "moe_ep" is that name: routers, shared
 experts, attention and generation stay the model's own code, and only the routed experts change.
 
-    group = EpGroup...                              # or None: one rank
-    layers = replace_moe_layers(model, group, max_tokens_per_rank=512)
+    layers = replace_moe_layers(model, max_tokens_per_rank=512)     # on every rank of the job
     with torch.inference_mode():
-        model(input_ids)                            # every rank, the same number of times
+        model(input_ids)                                # every rank, the same number of times
 
 Shape suffixes: E experts, N rows of FC1 (gate then up), H hidden, I intermediate, T tokens,
 K slots of a token.
@@ -119,7 +118,7 @@ def experts_shape(experts: nn.Module) -> MoEShape:
 
 
 def experts_weights(experts: nn.Module) -> MoEWeights:
-    """All E experts of one module in the canonical layout, BF16; views where the layout allows.
+    """All E experts of one module in the canonical layout, BF16; views if the layout is.
 
     transposed      stored [E, H, N] and [E, I, H] instead of [E, N, H] and [E, H, I]
     concatenated    gate rows, then up rows; else gate and up alternate (gpt-oss)
@@ -142,7 +141,7 @@ def experts_weights(experts: nn.Module) -> MoEWeights:
         w13_ENH = torch.cat((w13_ENH[:, 0::2], w13_ENH[:, 1::2]), dim=1)
         if b13_EN is not None:
             b13_EN = torch.cat((b13_EN[:, 0::2], b13_EN[:, 1::2]), dim=1)
-    return MoEWeights.from_dense(w13_ENH, w2_EHI, b13=b13_EN, b2=b2_EH)
+    return MoEWeights.from_dense(w13_ENH.contiguous(), w2_EHI.contiguous(), b13=b13_EN, b2=b2_EH)
 
 
 def _layer_weights(
@@ -192,7 +191,7 @@ def replace_moe_layers(
     """Let `MoEEpLayer` run the routed experts of `model`, in place. Collective over `group`.
 
     model                a transformers model in BF16 that holds all experts, on every rank
-    group                None is one rank
+    group                None is every rank of the job
     max_tokens_per_rank  most tokens (batch x sequence) of one forward on one rank
     weights_format       what the BF16 experts are quantised to
     parallel             "ep" (experts over ranks) or "tp" (every expert's intermediate over ranks)
@@ -206,7 +205,7 @@ def replace_moe_layers(
     for what `MoEEpLayer` refuses; the model is untouched if the reason was seen before the first
     layer was built.
     """
-    group = group or EpGroup.one_rank(device=model.device)
+    group = group or EpGroup.default(model.device)
     found = find_experts(model)
     shapes = {name: experts_shape(experts) for name, experts in found.items()}
     layers = {}

@@ -1,0 +1,337 @@
+"""Models of transformers with their experts run by MoEEpLayer, against the untouched models.
+
+The oracle is transformers' own 'eager' loop over the experts. Every prompt is a batch of its own,
+so that what surrounds the experts is computed alike for any number of ranks.
+"""
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers as hf
+from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
+
+from moe_ep import EpGroup, MoEEpError, MoEInputs
+from moe_ep.comm.errors import MoEEpConfigError, MoEEpStateError
+from moe_ep.integrations.transformers import (
+    KNOWN_MODELS,
+    count_flips,
+    experts_shape,
+    experts_weights,
+    find_experts,
+    record_routing,
+    replace_moe_layers,
+)
+from moe_ep.launch import spawn
+from moe_ep.reference import moe_oracle_fp64
+
+NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 8, 2, 128, 64
+NUM_PROMPTS, PROMPT_LENGTHS = 4, (61, 64, 37, 50)
+SIZE = dict(vocab_size=256, hidden_size=HIDDEN, num_attention_heads=4, initializer_range=0.08)
+MOE = dict(moe_intermediate_size=INTERMEDIATE, num_experts_per_tok=TOP_K)
+SHARED = dict(intermediate_size=96, n_routed_experts=NUM_EXPERTS, n_shared_experts=1)
+
+CONFIGS = {
+    "Mixtral": lambda: hf.MixtralConfig(
+        **SIZE,
+        num_hidden_layers=2,
+        num_key_value_heads=2,
+        intermediate_size=INTERMEDIATE,
+        num_local_experts=NUM_EXPERTS,
+        num_experts_per_tok=TOP_K,
+    ),
+    "Qwen3-MoE": lambda: hf.Qwen3MoeConfig(
+        **SIZE,
+        **MOE,
+        num_hidden_layers=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=NUM_EXPERTS,
+        norm_topk_prob=True,
+    ),
+    "Qwen3.5-MoE": lambda: Qwen3_5MoeTextConfig(
+        **SIZE,
+        **MOE,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        shared_expert_intermediate_size=INTERMEDIATE,
+        num_experts=NUM_EXPERTS,
+    ),
+    "DeepSeek-V3": lambda: hf.DeepseekV3Config(
+        **SIZE,
+        **MOE,
+        **SHARED,
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        n_group=2,
+        topk_group=1,
+        num_key_value_heads=4,
+        kv_lora_rank=32,
+        q_lora_rank=32,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=16,
+        v_head_dim=32,
+    ),
+    "DeepSeek-V4": lambda: hf.DeepseekV4Config(
+        **SIZE,
+        **MOE,
+        n_routed_experts=NUM_EXPERTS,
+        num_hidden_layers=3,
+        mlp_layer_types=["hash_moe", "moe", "moe"],
+        layer_types=[
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+            "sliding_attention",
+        ],
+        swiglu_limit=0.75,  # small, so that the clamp bites
+        num_key_value_heads=1,
+        head_dim=32,
+        partial_rotary_factor=0.5,
+        q_lora_rank=32,
+        o_groups=2,
+        o_lora_rank=32,
+        index_n_heads=2,
+        index_head_dim=32,
+        index_topk=8,
+        sliding_window=16,
+        max_position_embeddings=128,
+    ),
+    "GLM-4-MoE": lambda: hf.Glm4MoeConfig(
+        **SIZE,
+        **MOE,
+        **SHARED,
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+        num_key_value_heads=2,
+        head_dim=32,
+    ),
+    "gpt-oss": lambda: hf.GptOssConfig(
+        **SIZE,
+        num_hidden_layers=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=INTERMEDIATE,
+        num_local_experts=NUM_EXPERTS,
+        num_experts_per_tok=TOP_K,
+        swiglu_limit=0.75,  # small, so that the clamp bites
+    ),
+}
+FAMILIES = list(CONFIGS)
+
+
+def build_model(family: str) -> hf.PreTrainedModel:
+    """A seeded model in BF16 with eager experts; biases and the hash router's table are not 0."""
+    torch.manual_seed(FAMILIES.index(family))
+    model = hf.AutoModelForCausalLM.from_config(
+        CONFIGS[family](), dtype=torch.bfloat16, attn_implementation="eager"
+    ).eval()
+    model.set_experts_implementation("eager")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith(("_proj_bias", "e_score_correction_bias")):
+            tensor.data.normal_(std=0.1)
+        elif name.endswith("tid2eid"):
+            tensor.copy_(torch.stack([torch.randperm(NUM_EXPERTS)[:TOP_K] for _ in tensor]))
+    return model
+
+
+def prompts() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(256, (1, length), generator=generator) for length in PROMPT_LENGTHS]
+
+
+@torch.inference_mode()
+def run_model(model: hf.PreTrainedModel, prompt: torch.Tensor):
+    """FP32 logits [tokens, vocab] of one prompt, and the recorded routing."""
+    with record_routing(model) as routing:
+        logits = model(input_ids=prompt, use_cache=False).logits[0].float()
+    return logits, dict(routing)
+
+
+@dataclass
+class Outcome:
+    """One prompt through a replaced model, and how that stands to the untouched one."""
+
+    logits: torch.Tensor
+    difference: torch.Tensor  # |replaced - eager BF16|
+    noise: torch.Tensor  # |eager BF16 - eager FP32|
+    flips: tuple[int, int]
+    noise_flips: tuple[int, int]
+    shared_calls: list[int]  # of each shared-experts module
+
+
+def compare(family: str, group: EpGroup, parallel: str, oracles: dict) -> dict[int, Outcome]:
+    """Prompt index -> outcome, for this rank's share of the prompts. Collective over `group`."""
+    model = build_model(family)
+    share = NUM_PROMPTS // group.num_ranks
+    mine = range(group.rank * share, (group.rank + 1) * share)
+    for idx in mine:
+        if idx not in oracles:
+            exact = copy.deepcopy(model).float()
+            oracles[idx] = run_model(model, prompts()[idx]), run_model(exact, prompts()[idx])
+    layers = replace_moe_layers(model, group, max_tokens_per_rank=64, parallel=parallel)
+    calls: list[list[int]] = []
+    for name, module in model.named_modules():
+        if name.endswith(("shared_experts", "shared_expert")):
+            calls.append([])
+            module.register_forward_hook(lambda *_, seen=calls[-1]: seen.append(1))
+    outcomes = {}
+    for idx in mine:
+        logits, routing = run_model(model, prompts()[idx])
+        (eager, eager_routing), (exact, exact_routing) = oracles[idx]
+        outcomes[idx] = Outcome(
+            logits,
+            (logits - eager).abs(),
+            (eager - exact).abs(),
+            count_flips(routing, eager_routing),
+            count_flips(eager_routing, exact_routing),
+            [len(seen) for seen in calls],
+        )
+        for seen in calls:
+            seen.clear()
+    for layer in layers.values():
+        layer.destroy()
+    return outcomes
+
+
+def worker(rank: int, _num_ranks: int) -> dict[tuple[int, str, str, int], Outcome]:
+    """Four ranks together; of them ranks 0 and 1 as a pair, and rank 3 alone."""
+    groups = [EpGroup.from_process_group(dist.group.WORLD, "cpu")]
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        groups.append(EpGroup.from_process_group(pair, "cpu"))
+    elif rank == 3:
+        groups.append(EpGroup.single("cpu"))
+    outcomes = {}
+    for family in FAMILIES:
+        oracles: dict = {}
+        for group in groups:
+            for parallel in ("ep", "tp"):
+                for idx, outcome in compare(family, group, parallel, oracles).items():
+                    outcomes[group.num_ranks, family, parallel, idx] = outcome
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[tuple[int, str, str, int], Outcome]:
+    """(number of ranks, family, parallel, prompt index) -> outcome."""
+    per_rank = spawn.run(worker, 4, timeout_s=280)
+    return {key: outcome for found in per_rank for key, outcome in found.items()}
+
+
+@pytest.mark.parametrize("parallel", ["ep", "tp"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_differ_less_than_the_models_own_bf16_noise(
+    outcomes, family, num_ranks, parallel, record_property
+):
+    found = [outcomes[num_ranks, family, parallel, idx] for idx in range(NUM_PROMPTS)]
+    difference = torch.cat([outcome.difference for outcome in found])
+    noise = torch.cat([outcome.noise for outcome in found])
+    record_property("flips", [outcome.flips for outcome in found])
+    record_property("noise_flips", [outcome.noise_flips for outcome in found])
+    assert noise.mean() > 0
+    assert difference.mean() <= noise.mean()
+    assert difference.max() <= 2 * noise.max()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ep_logits_have_the_same_bits_on_1_2_and_4_ranks(outcomes, family):
+    logits = {
+        ranks: torch.cat([outcomes[ranks, family, "ep", i].logits for i in range(NUM_PROMPTS)])
+        for ranks in (1, 2, 4)
+    }
+    assert logits[1].count_nonzero() > 0.9 * logits[1].numel()
+    assert torch.equal(logits[1], logits[2])
+    assert torch.equal(logits[1], logits[4])
+
+
+@pytest.mark.parametrize("family", ["Qwen3.5-MoE", "DeepSeek-V3", "DeepSeek-V4", "GLM-4-MoE"])
+def test_shared_experts_run_once_per_forward_on_every_rank(outcomes, family):
+    for idx in range(NUM_PROMPTS):
+        calls = outcomes[4, family, "ep", idx].shared_calls
+        assert calls
+        assert set(calls) == {1}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_canonical_weights_and_activation_give_the_eager_experts_in_fp64(family):
+    experts = next(iter(find_experts(build_model(family)).values()))
+    generator = torch.Generator().manual_seed(3)
+    x_TH = torch.randn(40, HIDDEN, generator=generator).to(torch.bfloat16)
+    ids_TK = torch.rand(40, NUM_EXPERTS, generator=generator).topk(TOP_K).indices
+    weights_TK = torch.rand(40, TOP_K, generator=generator)
+    shape, weights = experts_shape(experts), experts_weights(experts)
+    eager = copy.deepcopy(experts).double()
+    want = eager(x_TH.double(), ids_TK, weights_TK.double())
+    got = moe_oracle_fp64(MoEInputs(x_TH, ids_TK, weights_TK), weights, shape)
+    assert torch.allclose(got, want, rtol=1e-10, atol=1e-12)
+
+
+def replaced_qwen3() -> hf.PreTrainedModel:
+    model = build_model("Qwen3-MoE")
+    replace_moe_layers(model, max_tokens_per_rank=64)
+    return model
+
+
+@torch.inference_mode()
+def test_id_num_experts_is_a_masked_slot_as_in_transformers():
+    eager = next(iter(find_experts(build_model("Qwen3-MoE")).values()))
+    ours = next(iter(find_experts(replaced_qwen3()).values()))
+    x_TH = torch.randn(3, HIDDEN).to(torch.bfloat16)
+    ids_TK = torch.tensor([[0, NUM_EXPERTS], [NUM_EXPERTS, NUM_EXPERTS], [5, 2]])
+    weights_TK = torch.tensor([[0.5, 0.7], [0.5, 0.5], [0.3, 0.6]])
+    got, want = ours(x_TH, ids_TK, weights_TK), eager(x_TH, ids_TK, weights_TK)
+    assert torch.equal(got[1], torch.zeros(HIDDEN, dtype=torch.bfloat16))
+    assert (got - want).norm() < 0.01 * want.norm()
+
+
+def test_replaced_model_releases_its_own_expert_parameters():
+    model = replaced_qwen3()
+    assert not [name for name in model.state_dict() if ".experts." in name]
+    assert not [name for name, _ in model.named_parameters() if ".experts." in name]
+
+
+@torch.inference_mode()
+def test_model_that_shares_a_replaced_models_config_raises():
+    model = build_model("Qwen3-MoE")
+    untouched = hf.Qwen3MoeForCausalLM(model.config).to(torch.bfloat16)
+    replace_moe_layers(model, max_tokens_per_rank=64)
+    with pytest.raises(MoEEpStateError, match="holds no MoEEpLayer"):
+        untouched(input_ids=torch.zeros(1, 2, dtype=torch.int64))
+
+
+def test_unknown_experts_are_refused_with_the_list_of_known_models():
+    config = hf.OlmoeConfig(
+        **SIZE, num_hidden_layers=1, intermediate_size=32, num_experts=4, num_experts_per_tok=2
+    )
+    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with pytest.raises(MoEEpConfigError, match="OlmoeExperts") as raised:
+        replace_moe_layers(model, max_tokens_per_rank=8)
+    assert all(known.family in str(raised.value) for known in KNOWN_MODELS.values())
+
+
+def test_model_without_experts_is_refused_with_the_list_of_known_models():
+    config = hf.LlamaConfig(**SIZE, num_hidden_layers=1, intermediate_size=32)
+    model = hf.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(MoEEpConfigError, match="no routed experts.*Mixtral.*gpt-oss"):
+        replace_moe_layers(model, max_tokens_per_rank=8)
+
+
+def test_fp32_model_is_refused_naming_parameter_and_dtype():
+    with pytest.raises(MoEEpError, match=r"gate_up_proj.*torch\.float32.*bfloat16"):
+        replace_moe_layers(build_model("Qwen3-MoE").float(), max_tokens_per_rank=8)
+
+
+def test_count_flips_ignores_the_order_of_the_slots():
+    routing = {"a": [torch.tensor([[0, 1], [2, 3]])]}
+    assert count_flips(routing, {"a": [torch.tensor([[1, 0], [2, 4]])]}) == (1, 2)
