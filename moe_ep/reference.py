@@ -25,6 +25,7 @@ from moe_ep.megakernel.problem import Activation, MoEShape
 from moe_ep.weights import MoEWeights
 
 CPU_ROW_MULTIPLE = 16
+_UPCAST_ELEMENTS = 1 << 18  # weights upcast at a time: 1 MiB stays in a core's cache
 
 
 def activate(fc1_PN: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -70,11 +71,7 @@ def expert_terms(
 
     Terms are BF16 under ep. Under tp they are this rank's FP32 part of the FC2 sums, not rounded.
     """
-    num_rows = x_PH.shape[0]
-    fc1_PN = _linear(_padded(x_PH), weights, "w13", local_expert_idx)
-    hidden_PI = activate(fc1_PN, activation).to(torch.bfloat16)
-    terms_PH = _linear(hidden_PI, weights, "w2", local_expert_idx)[:num_rows]
-    return terms_PH if weights.parallel == "tp" else terms_PH.to(torch.bfloat16)
+    return _expert_sums(x_PH, weights, local_expert_idx, activation).to(_term_dtype(weights))
 
 
 def grouped_expert_terms(
@@ -87,15 +84,36 @@ def grouped_expert_terms(
 
     `num_rows_per_expert` has one count for each local expert; their sum is P.
     """
-    dtype = torch.float32 if weights.parallel == "tp" else torch.bfloat16
-    terms_PH = torch.empty(x_PH.shape, dtype=dtype, device=x_PH.device)
-    first = 0
-    for local_expert_idx, num_rows in enumerate(num_rows_per_expert):
-        if num_rows:
-            rows = slice(first, first + num_rows)
-            terms_PH[rows] = expert_terms(x_PH[rows], weights, local_expert_idx, activation)
-            first += num_rows
+    terms_PH = torch.empty(x_PH.shape, dtype=_term_dtype(weights), device=x_PH.device)
+    rows = torch.split(x_PH, list(num_rows_per_expert))
+    terms = torch.split(terms_PH, list(num_rows_per_expert))
+    for local_expert_idx, x_pH in enumerate(rows):
+        if len(x_pH):
+            terms[local_expert_idx].copy_(_expert_sums(x_pH, weights, local_expert_idx, activation))
     return terms_PH
+
+
+def _term_dtype(weights: MoEWeights) -> torch.dtype:
+    return torch.float32 if weights.parallel == "tp" else torch.bfloat16
+
+
+def fc1_sums(x_PH: torch.Tensor, weights: MoEWeights, local_expert_idx: int) -> torch.Tensor:
+    """x w13^T of one expert, scaled, plus bias: BF16 [P, H] -> FP32 [P, fc1_rows]."""
+    return _linear(x_PH, weights, "w13", local_expert_idx)
+
+
+def fc2_sums(hidden_PI: torch.Tensor, weights: MoEWeights, local_expert_idx: int) -> torch.Tensor:
+    """h w2^T of one expert, scaled, plus bias: BF16 [P, I] -> FP32 [P, H], not rounded yet."""
+    return _linear(hidden_PI, weights, "w2", local_expert_idx)
+
+
+def _expert_sums(
+    x_PH: torch.Tensor, weights: MoEWeights, local_expert_idx: int, activation: Activation
+) -> torch.Tensor:
+    """One expert on its rows: BF16 [P, H] -> FP32 [P, H], before the rounding to a term."""
+    fc1_PN = fc1_sums(x_PH, weights, local_expert_idx)
+    hidden_PI = activate(fc1_PN, activation).to(torch.bfloat16)
+    return fc2_sums(hidden_PI, weights, local_expert_idx)
 
 
 def combine_parts(
@@ -109,10 +127,13 @@ def combine_parts(
     """
     num_tokens, top_k, hidden = terms_TKH.shape
     total_TH = torch.zeros(num_tokens, hidden, dtype=torch.float32, device=terms_TKH.device)
+    product_TH = torch.empty_like(total_TH)
+    keep_TK = -(topk_ids >= 0).int()  # all bits, or none
     for slot_idx in range(top_k):
-        product_TH = terms_TKH[:, slot_idx] * topk_weights[:, slot_idx, None]
-        is_used = topk_ids[:, slot_idx, None] >= 0
-        total_TH = torch.where(is_used, total_TH + product_TH, total_TH)
+        torch.mul(terms_TKH[:, slot_idx], topk_weights[:, slot_idx, None], out=product_TH)
+        # Skipped: cleared to +0 bit by bit, whatever it was; the total is never -0.
+        product_TH.view(torch.int32).bitwise_and_(keep_TK[:, slot_idx, None])
+        total_TH += product_TH
     return total_TH
 
 
@@ -195,8 +216,9 @@ def _slot_terms(inputs: MoEInputs, weights: MoEWeights, shape: MoEShape) -> torc
             f"topk_ids holds {int(ids_TK.max())}; allowed: negative (masked) or below "
             f"num_experts {shape.num_experts}"
         )
-    dtype = torch.float32 if weights.parallel == "tp" else torch.bfloat16
-    terms_TKH = torch.empty(*ids_TK.shape, shape.hidden, dtype=dtype, device=ids_TK.device)
+    terms_TKH = torch.empty(
+        *ids_TK.shape, shape.hidden, dtype=_term_dtype(weights), device=ids_TK.device
+    )
     for local_expert_idx, expert_idx in enumerate(weights.expert_ids):
         tokens, slots = (ids_TK == expert_idx).nonzero(as_tuple=True)
         if len(tokens):
@@ -206,44 +228,46 @@ def _slot_terms(inputs: MoEInputs, weights: MoEWeights, shape: MoEShape) -> torc
     return terms_TKH
 
 
-def _padded(x_PH: torch.Tensor) -> torch.Tensor:
-    """On CPU the rows, zero-padded to a multiple of `CPU_ROW_MULTIPLE`; elsewhere as they are."""
-    num_rows = x_PH.shape[0]
-    num_padding = -num_rows % CPU_ROW_MULTIPLE
-    if x_PH.device.type != "cpu":
-        return x_PH
-    padded_PH = torch.empty(num_rows + num_padding, x_PH.shape[1], dtype=torch.float32)
-    padded_PH[:num_rows] = x_PH
-    padded_PH[num_rows:] = 0
-    return padded_PH
-
-
 def _linear(x_PC: torch.Tensor, weights: MoEWeights, name: str, expert: int) -> torch.Tensor:
     """FP32 [P, N]: the rows times one expert's matrix, its global scales and its bias."""
+    matmul = _matmul_cuda if x_PC.is_cuda else _matmul_cpu
+    rows_PC = x_PC if x_PC.is_cuda else _padded(x_PC)
     w_NC = weights.unscaled(name, expert)
     if weights.weights_format == "fp8_block":
-        out_PN = _blockwise_matmul(x_PC, w_NC, weights.fp8_scales(name, expert))
+        # acc = acc + s * partial for each 128 columns, ascending; multiply and add each rounded.
+        out_PN = torch.zeros(len(rows_PC), len(w_NC), dtype=torch.float32, device=x_PC.device)
+        for block_idx, sf_N in enumerate(weights.fp8_scales(name, expert).t()):
+            columns = slice(128 * block_idx, 128 * (block_idx + 1))
+            out_PN += matmul(rows_PC[:, columns], w_NC[:, columns]).mul_(sf_N)
     else:
-        out_PN = _matmul(x_PC, w_NC)
+        out_PN = matmul(rows_PC, w_NC)
     for rows, scale in weights.global_scales(name, expert):
         out_PN[:, rows] *= scale
     bias = weights.b13 if name == "w13" else weights.b2
     if bias is not None:
         out_PN += bias[expert]
+    return out_PN[: len(x_PC)]
+
+
+def _padded(x_PC: torch.Tensor) -> torch.Tensor:
+    """BF16 -> FP32 rows, zero-padded to a multiple of `CPU_ROW_MULTIPLE`."""
+    num_rows, num_cols = x_PC.shape
+    padded_PC = torch.empty(num_rows + -num_rows % CPU_ROW_MULTIPLE, num_cols)
+    padded_PC[:num_rows] = x_PC
+    padded_PC[num_rows:] = 0
+    return padded_PC
+
+
+def _matmul_cpu(x_PC: torch.Tensor, w_NC: torch.Tensor) -> torch.Tensor:
+    """x w^T with FP32 sums; both hold BF16 values, so that products are exact in FP32."""
+    out_PN = torch.empty(len(x_PC), len(w_NC))
+    step = max(CPU_ROW_MULTIPLE, _UPCAST_ELEMENTS // w_NC.shape[1])
+    for first in range(0, len(w_NC), step):
+        rows = slice(first, first + step)
+        torch.mm(x_PC, w_NC[rows].float().t(), out=out_PN[:, rows])
     return out_PN
 
 
-def _matmul(x_PC: torch.Tensor, w_NC: torch.Tensor) -> torch.Tensor:
-    """x w^T with FP32 sums. The operands hold BF16 values, so that FP32 products are exact."""
-    if x_PC.device.type == "cuda":
-        return torch.mm(x_PC.bfloat16(), w_NC.bfloat16().t(), out_dtype=torch.float32)
-    return torch.mm(x_PC.float(), w_NC.float().t())
-
-
-def _blockwise_matmul(x_PC: torch.Tensor, q_NC: torch.Tensor, sf_NB: torch.Tensor) -> torch.Tensor:
-    """acc = acc + s * partial for each 128 columns, ascending; multiply and add each rounded."""
-    out_PN = torch.zeros(x_PC.shape[0], q_NC.shape[0], dtype=torch.float32, device=x_PC.device)
-    for block_idx, sf_N in enumerate(sf_NB.t()):
-        columns = slice(128 * block_idx, 128 * (block_idx + 1))
-        out_PN += _matmul(x_PC[:, columns], q_NC[:, columns]).mul_(sf_N)
-    return out_PN
+def _matmul_cuda(x_PC: torch.Tensor, w_NC: torch.Tensor) -> torch.Tensor:
+    """x w^T with FP32 sums, on tensor cores: both hold BF16 values."""
+    return torch.mm(x_PC, w_NC.bfloat16().t(), out_dtype=torch.float32)
