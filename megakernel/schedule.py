@@ -12,8 +12,8 @@ so that neighbours in time share weights in L2 and the longest work never starts
 items by a counter. The last `num_halved` items are listed as two half-height items each: they are
 what evens out the end.
 
-The functions below are written for Python ints; kernels trace the same functions on device
-integers (`cute.jit(function)`), so the two cannot walk different orders.
+The functions above `Item` take Python ints or device integers alike: no branches, so a kernel
+traces the very functions that the CPU walks, and the two cannot disagree.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,23 +22,29 @@ from dataclasses import dataclass
 TOKEN_STEP = 8
 
 
+def select(condition, yes, no):
+    """`yes` where `condition` (a bool, or a device one) holds, else `no`."""
+    return no + (yes - no) * condition
+
+
 def ceil_div(value, divisor):
     return (value + divisor - 1) // divisor
 
 
-def num_row_items(num_slices, slices_per_item):
-    return (num_slices + slices_per_item - 1) // slices_per_item
-
-
 def num_token_tiles(num_rows, max_tile_width):
     """Token tiles of an expert: as few as the widest tile allows."""
-    return (num_rows + max_tile_width - 1) // max_tile_width
+    return ceil_div(num_rows, max_tile_width)
 
 
-def token_tile_rows(num_rows, num_tiles):
-    """Rows of each token tile but the last: an equal share, rounded up to `TOKEN_STEP`."""
-    share = (num_rows + num_tiles - 1) // num_tiles
-    return (share + TOKEN_STEP - 1) // TOKEN_STEP * TOKEN_STEP
+def tile_rows(tile, num_rows, num_tiles):
+    """First row of a token tile within its expert, and its number of rows.
+
+    All tiles but the last hold an equal share, rounded up to `TOKEN_STEP`.
+    """
+    share = ceil_div(ceil_div(num_rows, num_tiles), TOKEN_STEP) * TOKEN_STEP
+    first = tile * share
+    left = num_rows - first
+    return first, select(left < share, left, share)
 
 
 def num_halved_items(num_items, num_ctas, slices_per_item):
@@ -47,47 +53,23 @@ def num_halved_items(num_items, num_ctas, slices_per_item):
     All of them when there are fewer items than CTAs (a CTA alone cannot pull its share of HBM),
     else about half a wave: more would pay the token traffic of a half-height item for nothing.
     """
-    halved = num_ctas // 2
-    if num_items <= num_ctas:
-        halved = num_items
-    if slices_per_item == 1:
-        halved = num_items - num_items
-    return halved
+    return select(num_items <= num_ctas, num_items, num_ctas // 2) * (slices_per_item - 1)
 
 
 def listed_item(index, num_items, num_halved):
     """Item behind position `index` of the list, and which part of it: 0 all, 1 or 2 a half."""
     first_halved = num_items - num_halved
-    item = index
-    part = index - index
-    if index >= first_halved:
-        item = first_halved + (index - first_halved) // 2
-        part = 1 + (index - first_halved) % 2
-    return item, part
+    is_half = index >= first_halved
+    past = (index - first_halved) * is_half
+    return select(is_half, first_halved, index) + past // 2, (1 + past % 2) * is_half
 
 
 def item_slices(row_item, part, num_slices, slices_per_item):
     """First slice of the item (or half of it), and how many there are: 0 for an empty half."""
-    first = row_item * slices_per_item
-    count = slices_per_item + part - part
-    if part > 0:
-        count = slices_per_item // 2 + part - part
-        first = first + (part - 1) * count
-    if first + count > num_slices:
-        count = num_slices - first
-    if count < 0:
-        count = count - count
-    return first, count
-
-
-def tile_rows(tile, num_rows, num_tiles):
-    """First row of a token tile within its expert, and its number of rows."""
-    share = token_tile_rows(num_rows, num_tiles)
-    first = tile * share
-    count = num_rows - first
-    if count > share:
-        count = share
-    return first, count
+    first = row_item * slices_per_item + (part > 1)
+    count = select(part > 0, 1, slices_per_item)
+    left = num_slices - first
+    return first, select(left < count, left, count)
 
 
 @dataclass(frozen=True)
@@ -118,7 +100,7 @@ class GemmGrid:
 
     @property
     def row_items(self) -> int:
-        return num_row_items(self.num_slices, self.slices_per_item)
+        return ceil_div(self.num_slices, self.slices_per_item)
 
 
 def expert_order(rows_per_expert: Sequence[int]) -> list[int]:

@@ -1,0 +1,193 @@
+"""What one build of the GEMM kernel fixes at compile time, and which build a problem gets."""
+
+from dataclasses import dataclass
+
+from moe_ep.comm.errors import MoEEpConfigError
+from moe_ep.megakernel.formats import TILE_COLS, TILE_FORMATS, TILE_ROWS
+from moe_ep.megakernel.schedule import TOKEN_STEP
+
+# Shared memory of one CTA on sm_90, less what barriers, records and the expert order take.
+MAX_SMEM_BYTES = 227 * 1024
+REGISTERS_PER_SM = 65536
+THREADS_PER_WARPGROUP = 128
+MAX_LOCAL_EXPERTS = 512
+BF16_BYTES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelKnobs:
+    """One build.
+
+    num_math_warpgroups   4 (decode: enough warps to cover the latencies) or 2 (prefill)
+    slices_per_item       64-row tiles that a math warpgroup works on in turn, per token slab
+    tile_widths           token tile widths, ascending; an item takes the narrowest that holds it
+    stages                of the shared-memory ring, one K = 128 slab each
+    producer_registers, math_registers   per thread of warpgroup 0 and of the math warpgroups
+    max_async_width       above it each half tile is waited for before the next is decoded, so
+                          that 16 operand registers fewer are live
+    """
+
+    num_math_warpgroups: int
+    slices_per_item: int
+    tile_widths: tuple[int, ...]
+    stages: int
+    producer_registers: int
+    math_registers: int
+    max_async_width: int = 256
+
+    def __post_init__(self) -> None:
+        if self.num_math_warpgroups not in (2, 4):
+            raise MoEEpConfigError(
+                f"num_math_warpgroups must be 2 or 4, got {self.num_math_warpgroups}"
+            )
+        if self.slices_per_item not in (1, 2):
+            raise MoEEpConfigError(f"slices_per_item must be 1 or 2, got {self.slices_per_item}")
+        widths = self.tile_widths
+        if (
+            not widths
+            or list(widths) != sorted(set(widths))
+            or any(w % TOKEN_STEP or not 8 <= w <= 256 for w in widths)
+            or widths[-1] % 16
+            and len(widths) > 1
+        ):
+            raise MoEEpConfigError(
+                f"tile_widths must ascend, be multiples of {TOKEN_STEP} from 8 to 256, the last "
+                f"one of 16, got {widths}"
+            )
+        if self.registers > self.register_pool:
+            raise MoEEpConfigError(
+                f"{self.producer_registers} and {self.math_registers} registers need "
+                f"{self.registers}; {self.num_threads} threads launch with {self.register_pool}"
+            )
+
+    @property
+    def num_threads(self) -> int:
+        return THREADS_PER_WARPGROUP * (1 + self.num_math_warpgroups)
+
+    @property
+    def register_pool(self) -> int:
+        """Registers that the CTA is launched with: setmaxnreg only moves them around."""
+        return REGISTERS_PER_SM // self.num_threads // 8 * 8 * self.num_threads
+
+    @property
+    def registers(self) -> int:
+        return THREADS_PER_WARPGROUP * (
+            self.producer_registers + self.num_math_warpgroups * self.math_registers
+        )
+
+    @property
+    def max_tile_width(self) -> int:
+        return self.tile_widths[-1]
+
+    @property
+    def slice_rows(self) -> int:
+        return TILE_ROWS * self.num_math_warpgroups
+
+    def stage_bytes(self, weights_format: str) -> int:
+        tiles = self.num_math_warpgroups * self.slices_per_item
+        tokens = self.max_tile_width * TILE_COLS * BF16_BYTES
+        return tiles * TILE_FORMATS[weights_format].tile_bytes + tokens
+
+
+@dataclass(frozen=True)
+class KnobRow:
+    """One row of the table: up to `max_rows` rows per expert, `formats` take `knobs`."""
+
+    max_rows: float
+    formats: tuple[str, ...]
+    knobs: KernelKnobs
+    reason: str
+
+
+FP4 = ("nvfp4", "mxfp4")
+FP8 = ("mxfp8", "fp8_block")
+NO_LIMIT = float("inf")
+
+
+def _decode(slices: int, widths: tuple[int, ...], stages: int) -> KernelKnobs:
+    """640 threads. 32 and 112 registers fill the 96 x 640 pool exactly."""
+    return KernelKnobs(
+        num_math_warpgroups=4,
+        slices_per_item=slices,
+        tile_widths=widths,
+        stages=stages,
+        producer_registers=32,
+        math_registers=112,
+    )
+
+
+def _prefill(slices: int, widths: tuple[int, ...], stages: int) -> KernelKnobs:
+    """384 threads. 24 and 240 registers fill the 168 x 384 pool exactly."""
+    return KernelKnobs(
+        num_math_warpgroups=2,
+        slices_per_item=slices,
+        tile_widths=widths,
+        stages=stages,
+        producer_registers=24,
+        math_registers=240,
+    )
+
+
+# In the order of the search: the first row that holds the format and the rows is taken.
+KNOB_TABLE = (
+    KnobRow(
+        32,
+        FP4,
+        _decode(2, (8, 16, 24, 32), 5),
+        "HBM bound: two slices halve token traffic and barriers per weight",
+    ),
+    KnobRow(
+        64,
+        FP4,
+        _decode(1, (16, 32, 48, 64), 6),
+        "two slices of 64 columns would not fit 112 registers: ptxas serialises WGMMA",
+    ),
+    KnobRow(
+        128,
+        FP4,
+        _prefill(2, (32, 64, 96, 128), 4),
+        "tensor bound: two slices share each token slab",
+    ),
+    KnobRow(
+        NO_LIMIT,
+        FP4,
+        _prefill(1, (64, 128, 192, 256), 3),
+        "tensor bound: the widest WGMMA decodes each weight once per 256 tokens",
+    ),
+    KnobRow(
+        32,
+        FP8,
+        _decode(1, (8, 16, 24, 32), 5),
+        "a slab is twice that of 4-bit codes: one slice leaves room for five stages",
+    ),
+    KnobRow(
+        NO_LIMIT,
+        FP8,
+        _prefill(1, (32, 64, 96, 128), 4),
+        "wider tiles leave too little shared memory for a ring",
+    ),
+    KnobRow(
+        32,
+        ("bf16",),
+        _decode(1, (8, 16, 24, 32), 3),
+        "64 KiB of weights a stage: three stages are all that fits",
+    ),
+    KnobRow(
+        NO_LIMIT,
+        ("bf16",),
+        _prefill(1, (32, 64, 96, 128), 3),
+        "128 rows of weights a stage leave three stages for 128 tokens",
+    ),
+)
+
+
+def choose_knobs(weights_format: str, rows_per_expert: float) -> KernelKnobs:
+    """The table's row for a format and the mean number of rows of an expert that has any."""
+    return choose_row(weights_format, rows_per_expert).knobs
+
+
+def choose_row(weights_format: str, rows_per_expert: float) -> KnobRow:
+    for row in KNOB_TABLE:
+        if weights_format in row.formats and rows_per_expert <= row.max_rows:
+            return row
+    return [row for row in KNOB_TABLE if weights_format in row.formats][-1]

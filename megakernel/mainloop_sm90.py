@@ -1,0 +1,315 @@
+"""The W4A16 main loop for Hopper: weights as the register operand of WGMMA, tokens as the other.
+
+    acc[64 weight rows, n tokens] += W[64, 128] * X[n, 128]^T    per warpgroup, slice and K slab
+
+Swap-AB: M = weight rows, N = tokens, so that a few tokens cost a narrow N instead of padding M.
+Weights are decoded from shared memory straight into operand registers; only tokens are read by the
+tensor cores from shared memory. The same code serves every format (`decode.py`).
+
+role     warps             per K slab
+weights  warp 0            wait empty; arrive(bytes) on full; one bulk copy per slice
+tokens   warp 1            wait empty; arrive(bytes) on full; tensor copies of 8 or more rows
+math     4 a warpgroup     wait full; per slice: load, decode, 2 x 4 WGMMA; arrive on empty
+
+Full counts two arrivals (each with its bytes): the producers run ahead independently, so weights
+stream while tokens are still awaited. Empty counts the math warps.
+
+stage of the ring (128-byte swizzle, 8 rows x 64 columns an atom):
+    weights   [slices][warpgroups][tile bytes]
+    tokens    [2 halves of K][max_tile_width rows][64] BF16
+"""
+
+import cutlass
+import cutlass.utils.hopper_helpers as sm90_helpers
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, cute
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+
+from moe_ep.comm.ptx import bulk_copy_g2s, fma_rn
+from moe_ep.megakernel.formats import BLOCK_TILES, TILE_COLS, TILE_FORMATS, TILE_ROWS
+from moe_ep.megakernel.knobs import KernelKnobs
+from moe_ep.megakernel.schedule import TOKEN_STEP
+
+# Columns of one token box: 128 bytes, the width of the swizzle.
+BOX_COLS = 64
+BOX_ROWS = 32
+BOX_STEP_BYTES = TOKEN_STEP * TILE_COLS * 2  # both halves of K, 8 rows
+
+
+class MainloopSm90:
+    """Static description of the loop, and the three roles' work on one item."""
+
+    def __init__(self, weights_format: str, knobs: KernelKnobs) -> None:
+        self.fmt = TILE_FORMATS[weights_format]
+        self.knobs = knobs
+        self.num_warpgroups = knobs.num_math_warpgroups
+        self.slices_per_item = knobs.slices_per_item
+        self.stages = knobs.stages
+        self.max_width = knobs.max_tile_width
+        self.tile_words = self.fmt.tile_bytes // 4
+        self.slice_bytes = self.num_warpgroups * self.fmt.tile_bytes
+        self.stage_words = self.slices_per_item * self.slice_bytes // 4
+        self.box_rows = BOX_ROWS if self.max_width % BOX_ROWS == 0 else TOKEN_STEP
+        # fp8_block: every slab's sum is scaled in FP32 before it is added.
+        self.scales_partial_sums = self.fmt.num_tile_sf > 0
+
+    # ---- host side: layouts and copy atoms
+
+    def make_mmas(self) -> list:
+        """One tiled MMA per token tile width: m64 x width x k16, A from registers."""
+        return [
+            sm90_helpers.make_trivial_tiled_mma(
+                BFloat16,
+                BFloat16,
+                OperandMajorMode.K,
+                OperandMajorMode.K,
+                Float32,
+                (1, 1, 1),
+                tiler_mn=(TILE_ROWS, width),
+                a_source=warpgroup.OperandSource.RMEM,
+            )
+            for width in self.knobs.tile_widths
+        ]
+
+    def token_layout(self, rows: int, cols: int, count: int):
+        """Swizzled layout of `count` boxes of [rows, cols] BF16."""
+        kind = warpgroup.SmemLayoutAtomKind.K_SW128
+        atom = warpgroup.make_smem_layout_atom(kind, BFloat16)
+        return cute.tile_to_shape(atom, (rows, cols, count), order=(0, 1, 2))
+
+    def stage_layout(self):
+        """The ring as the math warps see it: (max_width, 128, stages)."""
+        return self.token_layout(self.max_width, TILE_COLS, self.stages)
+
+    def box_layout(self, rows: int):
+        """The ring as boxes: (rows, 64, boxes), index = box + boxes per half * (half + 2 stage)."""
+        return self.token_layout(rows, BOX_COLS, self.max_width // rows * 2 * self.stages)
+
+    def token_copies(self, tokens) -> list:
+        """(atom, TMA tensor) of 8-row boxes and of `box_rows`-row boxes over [pool rows, K]."""
+        copy = cpasync.CopyBulkTensorTileG2SOp()
+        return [
+            cpasync.make_tiled_tma_atom(
+                copy, tokens, cute.slice_(self.box_layout(rows), (None, None, 0)), (rows, BOX_COLS)
+            )
+            for rows in (TOKEN_STEP, self.box_rows)
+        ]
+
+    # ---- device side
+
+    @cute.jit
+    def slice_address(self, base: Int64, first_slice: Int32, num_slabs: cutlass.Constexpr):
+        """Address of K slab 0 of a slice in the prepared matrix of one expert."""
+        tile = first_slice * self.num_warpgroups
+        block = tile // BLOCK_TILES
+        tile = block * (num_slabs * BLOCK_TILES) + tile % BLOCK_TILES
+        return base + Int64(tile) * self.fmt.tile_bytes
+
+    @cute.jit
+    def load_weights(
+        self,
+        bars,
+        ring_words,
+        matrix: Int64,
+        first_slice: Int32,
+        num_slices: Int32,
+        num_slabs: cutlass.Constexpr,
+        stage: Int32,
+        phase: Int32,
+    ):
+        """Weight warp: stream one item's slabs. `matrix` is the expert's prepared matrix."""
+        source = self.slice_address(matrix, first_slice, num_slabs)
+        second = source
+        if const_expr(self.slices_per_item == 2):
+            second = self.slice_address(matrix, first_slice + 1, num_slabs)
+        num_bytes = num_slices * self.slice_bytes
+        ring = ring_words.toint()
+        slabs = Int32(num_slabs)
+        if num_slices == 0:
+            slabs = Int32(0)
+        for _ in cutlass.range(slabs, unroll=1):
+            cute.arch.mbarrier_wait(bars + self.stages + stage, phase)
+            with cute.arch.elect_one():
+                full = (bars + stage).toint()
+                target = ring + stage * (4 * self.stage_words)
+                cute.arch.mbarrier_arrive_and_expect_tx(bars + stage, num_bytes)
+                bulk_copy_g2s(target, source, Int32(self.slice_bytes), full)
+                if const_expr(self.slices_per_item == 2):
+                    if num_slices == 2:
+                        bulk_copy_g2s(
+                            target + self.slice_bytes, second, Int32(self.slice_bytes), full
+                        )
+            source += BLOCK_TILES * self.fmt.tile_bytes
+            second += BLOCK_TILES * self.fmt.tile_bytes
+            stage, phase = self.advance(stage, phase)
+        return stage, phase
+
+    @cute.jit
+    def load_tokens(
+        self,
+        bars,
+        copies,
+        ring_boxes,
+        first_row: Int32,
+        num_rows: Int32,
+        num_slabs: cutlass.Constexpr,
+        is_empty: cutlass.Boolean,
+        stage: Int32,
+        phase: Int32,
+    ):
+        """Token warp: rows first_row.. of the pool into every stage of one item."""
+        parts = []
+        for (atom, tensor), boxes, rows in zip(
+            copies, ring_boxes, (TOKEN_STEP, self.box_rows), strict=True
+        ):
+            pool = cute.local_tile(
+                cute.domain_offset((first_row, 0), tensor), (rows, BOX_COLS), (None, None)
+            )
+            parts.append(
+                cpasync.tma_partition(
+                    atom,
+                    0,
+                    cute.make_layout(1),
+                    cute.group_modes(boxes, 0, 2),
+                    cute.group_modes(pool, 0, 2),
+                )
+            )
+        (small_smem, small_pool), (wide_smem, wide_pool) = parts
+        small_atom, wide_atom = copies[0][0], copies[1][0]
+        steps = (num_rows + TOKEN_STEP - 1) // TOKEN_STEP
+        steps_per_box = self.box_rows // TOKEN_STEP
+        small_boxes = self.max_width // TOKEN_STEP  # of one half of K in one stage
+        wide_boxes = self.max_width // self.box_rows
+        slabs = Int32(num_slabs)
+        if is_empty:
+            slabs = Int32(0)
+        for slab in cutlass.range(slabs, unroll=1):
+            cute.arch.mbarrier_wait(bars + self.stages + stage, phase)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(bars + stage, steps * BOX_STEP_BYTES)
+            for box in cutlass.range(steps // steps_per_box, unroll=1):
+                for half in cutlass.range_constexpr(2):
+                    cute.copy(
+                        wide_atom,
+                        wide_pool[(None, box, slab * 2 + half)],
+                        wide_smem[(None, box + wide_boxes * half + 2 * wide_boxes * stage)],
+                        tma_bar_ptr=bars + stage,
+                    )
+            if const_expr(steps_per_box > 1):
+                for box in cutlass.range(steps // steps_per_box * steps_per_box, steps, unroll=1):
+                    for half in cutlass.range_constexpr(2):
+                        cute.copy(
+                            small_atom,
+                            small_pool[(None, box, slab * 2 + half)],
+                            small_smem[(None, box + small_boxes * half + 2 * small_boxes * stage)],
+                            tma_bar_ptr=bars + stage,
+                        )
+            stage, phase = self.advance(stage, phase)
+        return stage, phase
+
+    def make_accumulators(self, mma, width: int) -> list:
+        """FP32 accumulators of each slice.
+
+        Flat index 4 j + 2 r + c is row g + 8 r, token 8 j + 2 q + c (lane 4 g + q).
+        """
+        shape = mma.partition_shape_C((TILE_ROWS, width))
+        return [cute.make_rmem_tensor(shape, Float32) for _ in range(self.slices_per_item)]
+
+    @cute.jit
+    def accumulate(
+        self,
+        mma,
+        width: cutlass.Constexpr,
+        decoder: cutlass.Constexpr,
+        bars,
+        ring_words,
+        ring_tokens,
+        accumulators,
+        warpgroup_idx: Int32,
+        tid: Int32,
+        num_slices: Int32,
+        num_slabs: cutlass.Constexpr,
+        stage: Int32,
+        phase: Int32,
+    ):
+        """Math warpgroup: all K slabs of one item into `accumulators`, in ascending K."""
+        tokens = ring_tokens
+        if const_expr(width != self.max_width):
+            tokens = cute.local_tile(ring_tokens, (width, TILE_COLS), (0, 0, None))
+        b_operand = mma.make_fragment_B(mma.get_slice(tid).partition_B(tokens))
+        a_operand = mma.make_fragment_A(mma.partition_shape_A((TILE_ROWS, TILE_COLS)))
+        registers = cute.make_tensor(
+            cute.recast_tensor(a_operand, Uint32).iterator, cute.make_layout(32)
+        )
+        partial = None
+        if const_expr(self.scales_partial_sums):
+            partial = cute.make_rmem_tensor(mma.partition_shape_C((TILE_ROWS, width)), Float32)
+        for slice_idx in cutlass.range_constexpr(self.slices_per_item):
+            accumulators[slice_idx].fill(0.0)
+        slabs = Int32(num_slabs)
+        if num_slices == 0:
+            slabs = Int32(0)
+        for _ in cutlass.range(slabs, unroll=1):
+            cute.arch.mbarrier_wait(bars + stage, phase)
+            for slice_idx in cutlass.range_constexpr(self.slices_per_item):
+                if const_expr(slice_idx == 0):
+                    self.slab_of_slice(
+                        mma, width, decoder, ring_words, b_operand, a_operand, registers,
+                        accumulators[0], partial, warpgroup_idx, tid, 0, stage,
+                    )  # fmt: skip
+                else:
+                    if num_slices > slice_idx:
+                        self.slab_of_slice(
+                            mma, width, decoder, ring_words, b_operand, a_operand, registers,
+                            accumulators[slice_idx], partial, warpgroup_idx, tid, slice_idx, stage,
+                        )  # fmt: skip
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(bars + self.stages + stage)
+            stage, phase = self.advance(stage, phase)
+        return stage, phase
+
+    def slab_of_slice(
+        self, mma, width, decoder, ring_words, b_operand, a_operand, registers,
+        accumulator, partial, warpgroup_idx, tid, slice_idx, stage,
+    ):  # fmt: skip
+        """Unrolled at trace time: one tile's decode and 8 WGMMA, in two groups of four."""
+        tile = (
+            ring_words
+            + stage * self.stage_words
+            + (slice_idx * self.num_warpgroups + warpgroup_idx) * self.tile_words
+        )
+        loaded = decoder.load(tile, tid)
+        target = accumulator if partial is None else partial
+        for half in range(2):
+            decoder.half(loaded, half, registers)
+            warpgroup.fence()
+            for k in range(4 * half, 4 * half + 4):
+                mma.set(warpgroup.Field.ACCUMULATE, partial is None or k > 0)
+                cute.gemm(
+                    mma, target, a_operand[None, None, k], b_operand[None, None, k, stage], target
+                )
+            warpgroup.commit_group()
+            if half == 0 and width > self.knobs.max_async_width:
+                warpgroup.wait_group(0)
+        # Open groups over the loop's back edge would make ptxas serialise every WGMMA (C7513).
+        warpgroup.wait_group(0)
+        if partial is not None:
+            self.add_scaled(accumulator, partial, tile, width)
+
+    def add_scaled(self, accumulator, partial, tile, width: int) -> None:
+        """accumulator += tile scale * partial, rows g and g + 8 each with theirs."""
+        sf = cute.make_rmem_tensor(2, Float32)
+        source = cute.recast_ptr(tile + self.fmt.code_bytes // 4, dtype=Float32)
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), sf)
+        sums = cute.make_tensor(accumulator.iterator, cute.make_layout(width // 2))
+        parts = cute.make_tensor(partial.iterator, cute.make_layout(width // 2))
+        for i in range(width // 2):
+            sums[i] = fma_rn(parts[i], sf[i // 2 % 2], sums[i])
+
+    @cute.jit
+    def advance(self, stage: Int32, phase: Int32):
+        """Next stage of the ring and its parity."""
+        stage = stage + 1
+        if stage == self.stages:
+            stage = Int32(0)
+            phase = phase ^ 1
+        return stage, phase
