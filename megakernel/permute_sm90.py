@@ -195,7 +195,7 @@ class PermuteKernel:
                 *(src_slot, pool_row, chunk_idx == 0),
             )
             if is_first_cta & (s_first_bad[0] < num_slots):
-                words(status)[0] = s_first_bad[0] + 1
+                words(status).store(s_first_bad[0] + 1)
         if const_expr(self.has_copy):
             cute.arch.sync_threads()
             self.store_columns(first_columns, pool, s_row_of_slot, 0, first_vector, last_vector)
@@ -222,16 +222,14 @@ class PermuteKernel:
     ):
         """All slots into the histograms; local experts of the own slots into s_row_of_slot."""
         thread_idx, _, _ = cute.arch.thread_idx()
-        ids = cute.make_tensor(
-            cute.make_ptr(self.id_type, topk_ids, cute.AddressSpace.gmem), cute.make_layout(1)
-        )
+        ids = cute.make_ptr(self.id_type, topk_ids, cute.AddressSpace.gmem)
         for base in range(0, num_slots, NUM_THREADS * NUM_IDS_IN_FLIGHT):
             loaded = []
             for i in cutlass.range_constexpr(NUM_IDS_IN_FLIGHT):
                 slot = base + i * NUM_THREADS + thread_idx
                 expert = self.id_type(-1)
                 if slot < num_slots:
-                    expert = ids[slot]
+                    expert = (ids + slot).load()
                 loaded.append(expert)
             for i in cutlass.range_constexpr(NUM_IDS_IN_FLIGHT):
                 slot = base + i * NUM_THREADS + thread_idx
@@ -280,11 +278,11 @@ class PermuteKernel:
         for i in cutlass.range_constexpr(self.num_experts_per_lane):
             s_next_row[first + i] = row + before[i]
             if is_first_cta & (first + i < self.num_local_experts):
-                words(counts)[first + i] = totals[i]
-                words(offsets)[first + i] = row
+                (words(counts) + first + i).store(totals[i])
+                (words(offsets) + first + i).store(row)
             row = row + totals[i]
         if is_first_cta & (lane_idx == 31):
-            words(offsets)[self.num_local_experts] = row
+            (words(offsets) + self.num_local_experts).store(row)
         cute.arch.sync_warp()
 
     @cute.jit
@@ -316,9 +314,9 @@ class PermuteKernel:
             if slot < last_slot:
                 s_row_of_slot[slot - first_slot] = row
                 if is_writer:
-                    words(pool_row)[slot] = row
+                    (words(pool_row) + slot).store(row)
                     if row >= 0:
-                        words(src_slot)[row] = slot
+                        (words(src_slot) + row).store(slot)
             cute.arch.sync_warp()
 
     @cute.jit
@@ -358,10 +356,9 @@ class PermuteKernel:
         return matrix + (Int64(row) * self.num_vectors + vector_idx) * VECTOR_BYTES
 
 
-def words(address: Int64) -> cute.Tensor:
-    """Int32 words in global memory from `address` on."""
-    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.gmem)
-    return cute.make_tensor(pointer, cute.make_layout(1))
+def words(address: Int64) -> cute.Pointer:
+    """Int32 words in global memory."""
+    return cute.make_ptr(Int32, address, cute.AddressSpace.gmem)
 
 
 def increment(pointer: cute.Pointer) -> None:
