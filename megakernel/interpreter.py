@@ -1,0 +1,402 @@
+"""The protocol run in Python: R ranks x C CTAs, several steps, any interleaving.
+
+`run` executes the phases of `protocol.py` over the regions of `workspace.py` and the items of
+`schedule.py` on a `memory_model.Machine`, which checks every access, and then checks the result:
+each routed row was written once and crossed the ranks once, every output is the sum that its
+routing asks for, every counter holds what it must and the other bank is zero.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moe_ep.megakernel import protocol, schedule
+from moe_ep.megakernel.memory_model import Fault, Machine, Op, Program, ProtocolError, Thread
+from moe_ep.megakernel.problem import owned_experts
+from moe_ep.megakernel.protocol import Phase
+from moe_ep.megakernel.workspace import Workspace
+
+# [rank][token][slot] -> expert, negative = masked; an int for a rank that refuses the step.
+Routing = Sequence[Sequence[Sequence[int]] | int]
+ROLES = ("dispatch", "gemm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """Geometry of a run. `fc1_slices`, `fc2_slices`: row slices of the two GEMMs of an expert."""
+
+    workspace: Workspace
+    num_experts: int
+    num_ctas: int
+    fc1_slices: int = 2
+    fc2_slices: int = 2
+
+    def grid(self, num_slices: int) -> schedule.GemmGrid:
+        return schedule.GemmGrid(num_slices, 1, self.workspace.max_tile_width, self.num_ctas)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a scan finds out for one rank: rows of its experts, and where they lie in the pool.
+
+    rows        [e] pool rows of each local expert
+    first_row   [e] first of them; the pool holds the experts in the order of their items
+    first_tile  [e] index of the expert's first token tile among the counters
+    row_of      (source rank, token, slot) -> pool row
+    """
+
+    rows: list[int]
+    first_row: list[int]
+    first_tile: list[int]
+    row_of: dict[tuple[int, int, int], int]
+
+    def tile_of(self, row: int, max_tile_width: int) -> int:
+        expert = max(
+            (e for e in range(len(self.rows)) if self.rows[e] and self.first_row[e] <= row),
+            key=lambda e: self.first_row[e],
+        )
+        num_tiles = schedule.num_token_tiles(self.rows[expert], max_tile_width)
+        share, _ = schedule.tile_rows(1, self.rows[expert], num_tiles)
+        return self.first_tile[expert] + (row - self.first_row[expert]) // share
+
+
+def make_plan(ids_by_source: dict[int, list], experts: range, max_tile_width: int) -> Plan:
+    """`ids_by_source`: [token][slot] of each rank, in the order in which this rank takes them."""
+    slots = [
+        (rank, token, slot, expert - experts.start)
+        for rank, tokens in ids_by_source.items()
+        for token, ids in enumerate(tokens)
+        for slot, expert in enumerate(ids)
+        if expert in experts
+    ]
+    count = Counter(expert for *_, expert in slots)
+    rows = [count[e] for e in range(len(experts))]
+    first_row, first_tile = [0] * len(rows), [0] * len(rows)
+    num_rows = num_tiles = 0
+    for expert in schedule.expert_order(rows):
+        first_row[expert], first_tile[expert] = num_rows, num_tiles
+        num_rows += rows[expert]
+        num_tiles += schedule.num_token_tiles(rows[expert], max_tile_width)
+    next_row, row_of = list(first_row), {}
+    for rank, token, slot, expert in slots:
+        row_of[rank, token, slot] = next_row[expert]
+        next_row[expert] += 1
+    return Plan(rows, first_row, first_tile, row_of)
+
+
+class Run:
+    """The programs of all threads, one step for each routing.
+
+    A rank whose entry in a routing is an int refuses the step with that status (-1 - code).
+    """
+
+    def __init__(
+        self, setup: Setup, routings: Sequence[Routing], seed: int, fault: Fault | None = None
+    ) -> None:
+        self.setup, self.routings = setup, routings
+        self.num_ranks = setup.workspace.num_ranks
+        self.experts = [
+            owned_experts(setup.num_experts, self.num_ranks, rank) for rank in range(self.num_ranks)
+        ]
+        self.counters = setup.workspace.counters
+        self.machine = Machine(seed, fault)
+        self.machine.add_threads(
+            [
+                (rank, cta, role)
+                for rank in range(self.num_ranks)
+                for cta in range(setup.num_ctas)
+                for role in ROLES
+            ]
+        )
+        self.steps = [0] * self.num_ranks
+        self.num_running = [0] * self.num_ranks
+        self.moved = Counter()
+
+    def execute(self) -> None:
+        for rank in range(self.num_ranks):
+            self.machine.values[rank, "step", 0] = 0
+            self._launch(rank)
+        self.machine.run(self._ended)
+        for rank, step in enumerate(self.steps):
+            if step != len(self.routings):
+                raise ProtocolError(f"rank {rank} ended in step {step} of {len(self.routings)}")
+
+    # ---- launches of one rank, one after the other ---------------------------------------------
+
+    def _launch(self, rank: int) -> None:
+        threads = [t for t in self.machine.threads if t.rank == rank]
+        self.num_running[rank] = len(threads)
+        # A kernel starts when the one before it has ended.
+        clock = [max(clocks) for clocks in zip(*(t.clock for t in threads), strict=True)]
+        for thread in threads:
+            thread.clock[:] = clock
+            program = getattr(self, f"_{thread.role}")(thread)
+            self.machine.start(thread, program)
+
+    def _ended(self, thread: Thread) -> None:
+        rank = thread.rank
+        self.num_running[rank] -= 1
+        if self.num_running[rank]:
+            return
+        self.steps[rank] += 1
+        self._check_step(rank, self.steps[rank])
+        if self.steps[rank] < len(self.routings):
+            self._launch(rank)
+
+    def _check_step(self, rank: int, step: int) -> None:
+        routing = self.routings[step - 1]
+        failed = any(isinstance(tokens, int) for tokens in routing)
+        values = self.machine.values
+        for token, ids in enumerate(() if failed else routing[rank]):
+            terms = tuple((step, rank, token, expert) for expert in ids if expert >= 0)
+            if values[rank, "out", token] != terms:
+                raise ProtocolError(
+                    f"rank {rank} step {step} token {token}: {values[rank, 'out', token]}, "
+                    f"expected {terms}"
+                )
+        for (what, *where), times in self.moved.items():
+            if times != 1 and where[:2] == [rank, step]:
+                raise ProtocolError(f"{what} {where} moved {times} times")
+        self._check_counters(rank, step)
+
+    def _check_counters(self, rank: int, step: int) -> None:
+        num_tokens, routing = 0, self.routings[step - 1]
+        plan = self._plan(rank, routing)
+        expected = {self.counters.finished: self.setup.num_ctas}
+        if self.num_ranks > 1:
+            expected[self.counters.staged] = self.setup.num_ctas
+        for row in plan.row_of.values():
+            tile = plan.tile_of(row, self.setup.workspace.max_tile_width)
+            counter = self.counters.tokens_arrived + tile
+            expected[counter] = expected.get(counter, 0) + 1
+            expected[self.counters.fc1_done + tile] = self.setup.fc1_slices
+            num_tokens += 1
+        for index in range(self.counters.num_counters):
+            if index == self.counters.next_item:
+                continue
+            used = self.machine.values[rank, "counters", protocol.bank(step), index]
+            other = self.machine.values[rank, "counters", 1 - protocol.bank(step), index]
+            if used != expected.get(index, 0) or other != 0:
+                raise ProtocolError(
+                    f"rank {rank} step {step} counter {index}: {used}, expected "
+                    f"{expected.get(index, 0)}; in the other bank {other}, expected 0"
+                )
+
+    def _plan(self, rank: int, routing: Routing) -> Plan:
+        if any(isinstance(tokens, int) for tokens in routing):
+            routing = [[] for _ in routing]
+        order = [protocol.source_rank(rank, i, self.num_ranks) for i in range(self.num_ranks)]
+        ids = {source: list(routing[source]) for source in order}
+        return make_plan(ids, self.experts[rank], self.setup.workspace.max_tile_width)
+
+    # ---- programs --------------------------------------------------------------------------------
+
+    def _dispatch(self, thread: Thread) -> Program:
+        rank, cta = thread.rank, thread.cta
+        step = (yield Op("read", (rank, "step", 0))) + 1
+        bank = protocol.bank(step)
+        for index in range(cta, self.counters.num_counters, self.setup.num_ctas):
+            yield Op("write", (rank, "counters", 1 - bank, index), 0)
+        if self.num_ranks > 1:
+            yield from self._stage(rank, cta, step)
+            for peer in range(self.num_ranks):
+                yield _wait_flag(rank, "arrived", peer, step, Phase.ARRIVED)
+        plan = yield from self._scan(rank, cta, step)
+        yield Op("store", (rank, "plan", cta, step), (step, plan), scope="cta")
+        yield from self._pull(rank, cta, step, plan)
+
+    def _stage(self, rank: int, cta: int, step: int) -> Program:
+        tokens = self.routings[step - 1][rank]
+        is_refused = isinstance(tokens, int)
+        num_tokens = 0 if is_refused else len(tokens)
+        first, end = protocol.share_bounds(num_tokens, self.setup.num_ctas, cta)
+        for token in range(first, min(end, num_tokens)):
+            yield Op("write", (rank, "x_stage", token), (step, rank, token))
+            for peer in range(self.num_ranks):
+                yield Op("write", (peer, "ids", rank, token), tuple(tokens[token]))
+        if cta == 0:
+            for peer in range(self.num_ranks):
+                value = tokens if is_refused else num_tokens
+                yield Op("write", (peer, "num_tokens", rank), value)
+        counter = (rank, "counters", protocol.bank(step), self.counters.staged)
+        if (yield Op("add", counter, 1, acquire=True)) == self.setup.num_ctas - 1:
+            for peer in range(self.num_ranks):
+                yield Op("store", (peer, "arrived", rank), step, scope="sys")
+
+    def _scan(self, rank: int, cta: int, step: int) -> Program:
+        routing = list(self.routings[step - 1])
+        if self.num_ranks > 1:
+            for source in range(self.num_ranks):
+                num_tokens = yield Op("read", (rank, "num_tokens", source))
+                routing[source] = num_tokens if num_tokens < 0 else []
+                for token in range(num_tokens):
+                    routing[source].append((yield Op("read", (rank, "ids", source, token))))
+        plan = self._plan(rank, routing)
+        order = [protocol.source_rank(rank, i, self.num_ranks) for i in range(self.num_ranks)]
+        failed = any(isinstance(tokens, int) for tokens in routing)
+        tokens = [] if failed else [(r, t) for r in order for t in range(len(routing[r]))]
+        first, end = protocol.share_bounds(len(tokens), self.setup.num_ctas, cta)
+        for source, token in tokens[first:end]:
+            slots = range(self.setup.workspace.top_k)
+            rows = [plan.row_of.get((source, token, slot), -1) for slot in slots]
+            yield Op("write", (rank, "pool_row", source, token), rows)
+            local = [(row, slot) for slot, row in enumerate(rows) if row >= 0]
+            # A peer's token is pulled for its first row: who sees that row's tag relies on the
+            # entries of the others.
+            leads = local if source == rank else [min(local)] if local else []
+            for row, slot in sorted(local, key=lambda entry: entry in leads):
+                is_lead = (row, slot) in leads
+                index = self._slot_index(source, token, slot)
+                meta = step << 32 | protocol.src_meta_low(index, is_lead)
+                yield Op("store", (rank, "src_meta", row), meta, release=is_lead)
+        return plan
+
+    def _slot_index(self, source: int, token: int, slot: int) -> int:
+        workspace = self.setup.workspace
+        capacity, top_k = workspace.max_tokens_per_rank, workspace.top_k
+        return protocol.slot_index(source, token, slot, capacity, top_k)
+
+    def _source(self, meta: int) -> tuple[int, int, int]:
+        workspace = self.setup.workspace
+        capacity, top_k = workspace.max_tokens_per_rank, workspace.top_k
+        return protocol.slot_source(meta & protocol.SLOT_MASK, capacity, top_k)
+
+    def _pull(self, rank: int, cta: int, step: int, plan: Plan) -> Program:
+        for row in range(cta, len(plan.row_of), self.setup.num_ctas):
+            location = (rank, "src_meta", row)
+            meta = yield Op(
+                *("wait", location),
+                ready=lambda meta: meta >> 32 == step,
+                phase=Phase.ROUTE,
+                peer=rank,
+                expected=step,
+            )
+            source, token, _ = self._source(meta)
+            if not meta & protocol.LEAD_BIT:
+                continue
+            rows = [row]
+            if source != rank:
+                rows = [r for r in (yield Op("read", (rank, "pool_row", source, token))) if r >= 0]
+                self.moved["token", rank, step, source, token] += 1
+            name = "x_stage" if self.num_ranks > 1 else "x"
+            value = (step, rank, token)
+            if self.num_ranks > 1:
+                value = yield Op("read", (source, name, token))
+            for target in rows:
+                self.moved["row", rank, step, target] += 1
+                yield Op("bulk_write", (rank, "pool", target), value)
+            yield Op("bulk_wait", (rank, "pool"))
+            for target in rows:
+                tile = plan.tile_of(target, self.setup.workspace.max_tile_width)
+                yield self._count(rank, step, self.counters.tokens_arrived + tile, 1)
+
+    def _count(self, rank: int, step: int, counter: int, value: int) -> Op:
+        return Op("add", (rank, "counters", protocol.bank(step), counter), value)
+
+    def _gemm(self, thread: Thread) -> Program:
+        rank, cta = thread.rank, thread.cta
+        step = self.steps[rank] + 1
+        _, plan = yield Op(
+            *("wait", (rank, "plan", cta, step)),
+            scope="cta",
+            ready=lambda plan: plan != 0,
+            phase=Phase.ROUTE,
+            peer=rank,
+        )
+        items = list(self._items(plan))
+        while True:
+            counter = (rank, "counters", protocol.bank(step), self.counters.next_item)
+            index = yield Op("add", counter, 1, release=False)
+            if index >= len(items):
+                break
+            yield from self._item(rank, step, plan, *items[index])
+        yield from self._drain(rank, step)
+        yield from self._reduce(rank, cta, step)
+
+    def _items(self, plan: Plan):
+        """(GEMM, item, tile) in the order of the list: all of FC1, then all of FC2."""
+        for gemm, num_slices in (1, self.setup.fc1_slices), (2, self.setup.fc2_slices):
+            for item in schedule.items(plan.rows, self.setup.grid(num_slices)):
+                first = item.first_row - sum(plan.rows[: item.expert])
+                row = plan.first_row[item.expert] + first
+                tile = plan.tile_of(row, self.setup.workspace.max_tile_width)
+                slices = range(item.first_slice, item.first_slice + item.num_slices)
+                yield gemm, item.expert, range(row, row + item.num_rows), tile, slices
+
+    def _item(self, rank: int, step: int, plan: Plan, gemm, expert, rows, tile, slices) -> Program:
+        counter, target, phase = self.counters.tokens_arrived + tile, len(rows), Phase.TOKENS
+        if gemm == 2:
+            counter, target = self.counters.fc1_done + tile, self.setup.fc1_slices
+            phase = Phase.FC1
+        yield Op(
+            *("wait", (rank, "counters", protocol.bank(step), counter)),
+            ready=lambda seen: seen >= target,
+            phase=phase,
+            peer=rank,
+            expected=target,
+        )
+        for row in rows:
+            if gemm == 1:
+                value = yield Op("read", (rank, "pool", row))
+                for s in slices:
+                    yield Op("write", (rank, "hidden", row, s), value)
+                continue
+            for s in range(self.setup.fc1_slices):
+                value = yield Op("read", (rank, "hidden", row, s))
+            source, token, slot = self._source((yield Op("read", (rank, "src_meta", row))))
+            for s in slices:
+                term = (*value, expert + self.experts[rank].start)
+                self.moved["term", rank, step, source, token, slot, s] += 1
+                yield Op("write", (source, "terms", token, slot, s), term)
+        if gemm == 1:
+            yield self._count(rank, step, self.counters.fc1_done + tile, len(slices))
+
+    def _drain(self, rank: int, step: int) -> Program:
+        counter = (rank, "counters", protocol.bank(step), self.counters.finished)
+        if (yield Op("add", counter, 1, acquire=True)) == self.setup.num_ctas - 1:
+            yield Op("write", (rank, "step", 0), step)
+            for peer in range(self.num_ranks if self.num_ranks > 1 else 0):
+                yield Op("store", (peer, "drained", rank), step, scope="sys")
+        for peer in range(self.num_ranks if self.num_ranks > 1 else 0):
+            yield _wait_flag(rank, "drained", peer, step, Phase.DRAINED)
+        if self.num_ranks == 1:
+            num_ctas = self.setup.num_ctas
+            yield Op(
+                *("wait", counter),
+                ready=lambda seen: seen >= num_ctas,
+                phase=Phase.FINISHED,
+                peer=rank,
+                expected=num_ctas,
+            )
+
+    def _reduce(self, rank: int, cta: int, step: int) -> Program:
+        routing = self.routings[step - 1]
+        if any(isinstance(tokens, int) for tokens in routing):
+            return
+        for token in range(cta, len(routing[rank]), self.setup.num_ctas):
+            terms = []
+            for slot, expert in enumerate(routing[rank][token]):
+                for s in range(self.setup.fc2_slices if expert >= 0 else 0):
+                    term = yield Op("read", (rank, "terms", token, slot, s))
+                    terms += [term] if s == 0 else []
+            yield Op("write", (rank, "out", token), tuple(terms))
+
+
+def _wait_flag(rank: int, region: str, peer: int, step: int, phase: Phase) -> Op:
+    return Op(
+        *("wait", (rank, region, peer)),
+        scope="sys",
+        ready=lambda seen: protocol.has_reached(seen, step),
+        phase=phase,
+        peer=peer,
+        expected=step,
+    )
+
+
+def run(
+    setup: Setup, routings: Sequence[Routing], seed: int, fault: Fault | None = None
+) -> Machine:
+    """Executes one step for each routing; raises `ProtocolError` for a broken promise."""
+    run = Run(setup, routings, seed, fault)
+    run.execute()
+    return run.machine

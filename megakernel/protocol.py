@@ -1,0 +1,83 @@
+"""Integer facts of dispatch and combine: who does what, and what a signal's value means.
+
+The kernels trace these functions on device integers, `interpreter.py` runs them on Python's, so
+that the protocol that is checked is the protocol that runs. One step (a launch) on each rank:
+
+    A stage    copy x to x_stage, write ids and num_tokens to every peer; count `staged`; the last
+               CTA signals arrived[rank] = step at every peer (release, system)
+    B wait     until arrived[r] >= step for all r (acquire, system)          first barrier of ranks
+    C scan     every CTA counts all routes to its rank's experts and gives the slots of its own
+               share of tokens their pool rows: src_meta (tagged with the step) and pool_row
+    D pull     rows in pool order, CTA by CTA: peer's x_stage -> pool; tokens_arrived[tile] += rows
+    E items    FC1 waits for tokens_arrived[tile], FC2 for fc1_done[tile]; FC2 writes BF16 terms to
+               the source rank's [token, slot]
+    F drain    count `finished`; the last CTA signals drained[rank] = step at every peer; wait until
+               drained[r] >= step for all r                                  second barrier of ranks
+    G reduce   own tokens, in slot order
+
+Two barriers are enough. x_stage, ids and num_tokens of step n + 1 are written after the writer's
+step n ended, so after every peer drained step n. Terms of n + 1 are written after their owner's
+arrived = n + 1, so after its reduction of n. With one rank A and B are empty, ids are read where
+the caller has them, and F is the count alone.
+"""
+
+from enum import IntEnum
+
+
+class Phase(IntEnum):
+    """What a bounded wait was for; the first word of its record."""
+
+    ARRIVED = 1  # peer's routing and tokens
+    ROUTE = 2  # source of a pool row, from another CTA of this rank
+    TOKENS = 3  # pool rows of a tile
+    FC1 = 4  # hidden rows of a tile
+    FINISHED = 5  # CTAs of this rank
+    DRAINED = 6  # peer's terms
+    COPY = 7  # a bulk copy
+
+
+def bank(step):
+    """Counters of this step; the other bank is cleared in it."""
+    return step & 1
+
+
+def has_reached(seen, step):
+    """Whether an epoch flag shows `step` or later; the difference survives 32-bit wrapping."""
+    return seen - step >= 0
+
+
+def source_rank(rank, position, num_ranks):
+    """Ranks in the order in which `rank` takes their tokens: its own first, then round robin, so
+    that no two ranks pull from the same one at the same time."""
+    return (rank + position) % num_ranks
+
+
+def share_bounds(num_tokens, num_ctas, cta):
+    """First and one past the last token that a CTA handles: equal shares, rounded up."""
+    share = (num_tokens + num_ctas - 1) // num_ctas
+    return cta * share, (cta + 1) * share
+
+
+def slot_index(rank, token, slot, capacity, top_k):
+    """A slot among those of all ranks: the index of pool_row, the low 31 bits of src_meta."""
+    return (rank * capacity + token) * top_k + slot
+
+
+def slot_source(index, capacity, top_k):
+    """(rank, token, slot) of a slot index."""
+    token = index // top_k
+    return token // capacity, token % capacity, index % top_k
+
+
+LEAD_BIT = 1 << 31
+SLOT_MASK = LEAD_BIT - 1
+
+
+def src_meta_low(index, is_lead):
+    """Low word of a pool row's src_meta; the high word is the step in which it was written.
+
+    The row is pulled by whoever sees a lead entry: each row of an own token, the first row of a
+    peer's (the token crosses the ranks once and is written to all its rows). The entries of the
+    token's other rows and its pool_row are written before the lead entry is released.
+    """
+    return index + is_lead * LEAD_BIT

@@ -1,0 +1,171 @@
+"""Every buffer of the fused layer: one list that gives sizes to the host and offsets to the device.
+
+Symmetric regions lie in the heap, at the same offset on every rank, and are what peers write or
+read; local regions are a rank's own. With one rank nothing is staged and nothing is published, so
+that the heap holds the terms alone. Letters: R ranks, C capacity in tokens, K slots, H hidden,
+I intermediate, P = R * C * K pool rows (every token of every rank may choose this rank).
+
+    region      scope      shape          written by -> read by
+    arrived     symmetric  [R]            peer r: its ids and x_stage of this step are there
+    drained     symmetric  [R]            peer r: it has left everything of this step
+    num_tokens  symmetric  [R]            peer r: tokens it brings, or -1 - code when it refuses
+    ids         symmetric  [R, C, K]      peer r: its routing
+    x_stage     symmetric  [C, H]         own tokens -> peers pull
+    terms       symmetric  [C, K, H]      peers: FC2 rows -> own reduction
+    step        local      [1]            number of launches so far
+    abort       local      [1]            not 0: a wait of this rank ran out of time
+    counters    local      [2, N]         two banks, see `Counters`
+    src_meta    local      [P]            source of a pool row, see `protocol.src_meta`
+    pool_row    local      [R * C * K]    the inverse: pool row of a slot of any rank, -1 = not here
+    pool        local      [P, H]         token rows sorted by expert
+    hidden      local      [P, I]         FC1 results
+
+`arrived` and `drained` hold step numbers and only grow. Counters alternate: step n counts in bank
+n % 2 and clears the other one, which everybody left when step n - 1 ended.
+"""
+
+import math
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+from moe_ep.comm.errors import MoEEpConfigError
+
+ALIGNMENT = 128  # bytes; of every region, so that bulk copies and tensor maps may start there
+NUM_BANKS = 2
+
+_DTYPE_BYTES = {"int32": 4, "int64": 8, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Region:
+    """One array. `scope`: "symmetric" or "local"."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    scope: str
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * _DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Int32 counters of one bank, as first index of each.
+
+    staged          CTAs that have published their part of ids and x_stage
+    finished        CTAs that have written all their terms
+    next_item       position in the list of GEMM items
+    tokens_arrived  [tiles] pool rows of a token tile that are there
+    fc1_done        [tiles] FC1 row slices of a token tile that are done
+    """
+
+    num_tiles: int
+
+    @property
+    def staged(self) -> int:
+        return 0
+
+    @property
+    def finished(self) -> int:
+        return 1
+
+    @property
+    def next_item(self) -> int:
+        return 2
+
+    @property
+    def tokens_arrived(self) -> int:
+        return 32  # a cache line of its own
+
+    @property
+    def fc1_done(self) -> int:
+        return self.tokens_arrived + self.num_tiles
+
+    @property
+    def num_counters(self) -> int:
+        """Of one bank, in whole cache lines."""
+        return -(-(self.fc1_done + self.num_tiles) // 32) * 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workspace:
+    """The layout for one geometry. `num_local_experts` is the most that any rank holds.
+
+    intermediate    I, 0 where no GEMM runs between dispatch and combine
+    max_tile_width  rows of the widest token tile
+    Raises `MoEEpConfigError` for values below 1, for a hidden size that is not a multiple of 8
+    (16 bytes, the unit of bulk copies) and for more slots than int32 can number.
+    """
+
+    num_ranks: int
+    num_local_experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    max_tokens_per_rank: int
+    max_tile_width: int
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, least = getattr(self, field.name), int(field.name != "intermediate")
+            if value < least:
+                raise MoEEpConfigError(f"{field.name} must be at least {least}, got {value}")
+        if self.hidden % 8:
+            raise MoEEpConfigError(f"hidden must be a multiple of 8, got {self.hidden}")
+        if self.num_pool_rows >= 2**31:
+            raise MoEEpConfigError(
+                f"num_ranks * max_tokens_per_rank * top_k is {self.num_pool_rows}; "
+                f"allowed: less than {2**31}"
+            )
+
+    @property
+    def num_pool_rows(self) -> int:
+        """P: every slot of every rank."""
+        return self.num_ranks * self.max_tokens_per_rank * self.top_k
+
+    @property
+    def counters(self) -> Counters:
+        """An expert's last tile may be partly filled, hence one more tile for each."""
+        return Counters(self.num_local_experts + self.num_pool_rows // self.max_tile_width)
+
+    @cached_property
+    def regions(self) -> tuple[Region, ...]:
+        ranks, tokens, top_k = self.num_ranks, self.max_tokens_per_rank, self.top_k
+        rows, hidden = self.num_pool_rows, self.hidden
+        published = (
+            Region("arrived", "int32", (ranks,), "symmetric"),
+            Region("drained", "int32", (ranks,), "symmetric"),
+            Region("num_tokens", "int32", (ranks,), "symmetric"),
+            Region("ids", "int32", (ranks, tokens, top_k), "symmetric"),
+            Region("x_stage", "bfloat16", (tokens, hidden), "symmetric"),
+        )
+        return (published if ranks > 1 else ()) + (
+            Region("terms", "bfloat16", (tokens, top_k, hidden), "symmetric"),
+            Region("step", "int32", (1,), "local"),
+            Region("abort", "int32", (1,), "local"),
+            Region("counters", "int32", (NUM_BANKS, self.counters.num_counters), "local"),
+            Region("src_meta", "int64", (rows,), "local"),
+            Region("pool_row", "int32", (rows,), "local"),
+            Region("pool", "bfloat16", (rows, hidden), "local"),
+            Region("hidden", "bfloat16", (rows, self.intermediate), "local"),
+        )
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """Region -> bytes from the start of its scope's allocation."""
+        ends = {"symmetric": 0, "local": 0}
+        offsets = {}
+        for region in self.regions:
+            offsets[region.name] = ends[region.scope]
+            ends[region.scope] += -(-region.num_bytes // ALIGNMENT) * ALIGNMENT
+        return offsets
+
+    def num_bytes(self, scope: str) -> int:
+        """Bytes of one rank's allocation of that scope."""
+        return sum(
+            -(-region.num_bytes // ALIGNMENT) * ALIGNMENT
+            for region in self.regions
+            if region.scope == scope
+        )
