@@ -219,7 +219,7 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.
     if q.global_scale is not None:
         scale = q.global_scale.to(dtype)
         if q.spec.global_scale == "encode":
-            scale = 1 / scale
+            scale = scale.reciprocal()
         values *= scale[..., None] if q.spec.per_token else scale[..., None, None]
     return values
 
@@ -320,9 +320,15 @@ def _quantize_nvfp4(
 
 def nvfp4_global_scale(amax: torch.Tensor, sf_max: int = 448) -> tuple[torch.Tensor, torch.Tensor]:
     """FP32 amax -> (S, D): what to multiply by before quantising, and after decoding."""
-    encode = (E2M1_MAX * sf_max / amax).clamp_max(FP32_MAX)
+    encode = (_constant(E2M1_MAX * sf_max, amax) / amax).clamp_max(FP32_MAX)
     encode = torch.where((amax == 0) | (encode == 0), 1.0, encode)  # all zero; Inf
-    return encode, 1 / encode
+    return encode, encode.reciprocal()
+
+
+def _constant(value: float, like: torch.Tensor) -> torch.Tensor:
+    """FP32 scalar on `like`'s device. Between tensors torch divides with one rounding; a number
+    over a tensor, and on CUDA a tensor over a number, goes through a rounded reciprocal."""
+    return torch.tensor(value, dtype=torch.float32, device=like.device)
 
 
 def _multiplier(sf: torch.Tensor, decode: torch.Tensor) -> torch.Tensor:
@@ -338,7 +344,7 @@ def _encode_nvfp4(
     decode: torch.Tensor,
     spec: QuantSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    sixth = torch.tensor(1 / E2M1_MAX, device=amax_NB.device)  # 0x3E2AAAAB
+    sixth = _constant(1 / E2M1_MAX, amax_NB)  # 0x3E2AAAAB
     sf_NB = encode_e4m3(amax_NB * (encode * sixth))
     return encode_e2m1(x_NBk * _multiplier(sf_NB, decode)[..., None]), sf_NB
 
@@ -351,14 +357,14 @@ def _encode_four_over_six(
     decode: torch.Tensor,
     spec: QuantSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    base_NB = (amax_NB / E2M1_MAX) * encode
+    base_NB = (amax_NB / _constant(E2M1_MAX, amax_NB)) * encode
     candidates = []
     for stretch in (1.0, 1.5):
         sf_NB = encode_e4m3(base_NB * stretch)
         scaled_NBk = x_NBk * _multiplier(sf_NB, decode)[..., None]
         decoded_NBk = round_e2m1(scaled_NBk).mul_(sf_NB.float()[..., None])
         if spec.error_scale == "amax":
-            decoded_NBk = decoded_NBk * amax[..., None] / (E2M1_MAX * spec.sf_max)
+            decoded_NBk = decoded_NBk * amax[..., None] / _constant(E2M1_MAX * spec.sf_max, amax)
         else:
             decoded_NBk = decoded_NBk * decode[..., None]
         error_NB = _block_error(decoded_NBk.sub_(x_NBk), spec.four_over_six)
@@ -413,7 +419,7 @@ def _scale_mx(
     """E8M0 scale factors, and the elements divided by them (exact, or 0 in a block with byte 0)."""
     largest, exponent = _ELEMENT_RANGE["e2m1" if spec.format == "mxfp4" else spec.element]
     if spec.sf_rule == "ceil":
-        byte = encode_e8m0_ceil(amax_BB * torch.tensor(1 / largest, device=amax_BB.device))
+        byte = encode_e8m0_ceil(amax_BB * _constant(1 / largest, amax_BB))
     else:
         biased = torch.bitwise_right_shift(amax_BB.view(torch.int32), 23)
         byte = (biased - exponent).clamp_(0, 254)
@@ -429,7 +435,7 @@ def _scale_fp8(
     x_BrBk: torch.Tensor, amax_BB: torch.Tensor, spec: QuantSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """FP32 scale factors amax / 448, and the elements divided by them."""
-    sf = amax_BB / E4M3_MAX
+    sf = amax_BB / _constant(E4M3_MAX, amax_BB)
     if spec.sf_power_of_two:
         sf = decode_e8m0(encode_e8m0_ceil(sf))
     sf = torch.where((amax_BB == 0) | (sf == 0), 1.0, sf)
