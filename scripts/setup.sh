@@ -2,10 +2,11 @@
 # EXTRA is an extra of pyproject.toml: hf (demo) or test.
 #
 # Which environment:
-#   1. an activated one (venv or conda) that has torch is used as it is; its torch is never replaced
-#   2. else .venv in the checkout; made on the first run, with --system-site-packages when the
-#      Python that makes it has torch, so that an installed torch is honoured there too
-# The second run finds a stamp of this pyproject.toml in the environment and installs nothing.
+#   1. a virtual environment on PATH (activated or not) that has torch is used as it is
+#   2. else .venv in the checkout, made on the first run from the python3 on PATH; if that one has
+#      torch, .venv sees it (--system-site-packages)
+# An installed torch is never replaced. The second run finds a stamp of this pyproject.toml in the
+# environment and installs nothing.
 
 setup_fail() {  # step, what to do
     echo >&2
@@ -28,29 +29,28 @@ setup_torch_version() {  # python; fails without torch
     "$1" -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null
 }
 
+setup_is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+
 setup_choose_python() {
-    local active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
-    if [[ -n $active && -x $active/bin/python ]] &&
-        setup_torch_version "$active/bin/python" >/dev/null; then
-        PYTHON=$active/bin/python
-        echo "==> Using the active environment $active and its torch" >&2
+    local python=python3
+    if setup_is_new_enough python3 && setup_torch_version python3 >/dev/null &&
+        python3 -c 'import sys; sys.exit(sys.prefix == sys.base_prefix)'; then
+        PYTHON=$(command -v python3)
+        echo "==> Using the environment of $PYTHON and its torch" >&2
         return
     fi
     PYTHON=$SETUP_ROOT/.venv/bin/python
-    [[ -x $PYTHON ]] && "$PYTHON" -c 'import sys' 2>/dev/null && return
-    local base
-    for base in "${PYTHON3:-python3}" python3.13 python3.12 python3.11; do
-        "$base" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' \
-            2>/dev/null && break
-        base=
+    setup_is_new_enough "$PYTHON" && return
+    for python in python3 python3.13 python3.12 python3.11 none; do
+        setup_is_new_enough "$python" && break
     done
-    [[ -n $base ]] || setup_fail "finding Python" \
-        "Python 3.11 or newer with venv is needed (on Debian: apt-get install python3 python3-venv)."
+    [[ $python != none ]] || setup_fail "finding Python" \
+        "Python 3.11 or newer is needed (on Debian: apt-get install python3 python3-venv)."
     local flags=--clear
-    setup_torch_version "$base" >/dev/null && flags="--clear --system-site-packages"
-    echo "==> Making .venv ($("$base" --version), venv $flags)" >&2
-    "$base" -m venv $flags "$SETUP_ROOT/.venv" || setup_fail "making .venv" \
-        "Check that $SETUP_ROOT is writable and has room (df -h), then run this again."
+    setup_torch_version "$python" >/dev/null && flags="--clear --system-site-packages"
+    echo "==> Making .venv ($("$python" --version), venv $flags)" >&2
+    "$python" -m venv $flags "$SETUP_ROOT/.venv" || setup_fail "making .venv" \
+        "It needs the venv module (on Debian: apt-get install python3-venv) and room (df -h)."
 }
 
 setup_install() {  # extra
