@@ -22,6 +22,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,32 +35,35 @@ from moe_ep.launch.backends import BACKENDS, named_backend
 from moe_ep.megakernel.problem import owned_experts
 
 NUM_LAYERS, NUM_EXPERTS, TOP_K = 3, 16, 4
-# Bytes of each prompt: all differ, so that ranks hold different numbers of tokens.
-PROMPT_LENGTHS = tuple(448 + 16 * i for i in range(8))
-NEW_TOKENS = 64
+MAX_POSITIONS = 1024  # bytes of a prompt and its continuation
 MAX_MEAN_RATIO, MAX_LARGEST_RATIO = 1.0, 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, choices=(1, 2, 4), help="processes (default 2)")
-    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="tokens per prompt")
+    parser.add_argument("--prompts", type=int, default=8, help="prompts over all ranks")
+    parser.add_argument("--new-tokens", type=int, default=64, help="tokens for each prompt")
     parser.add_argument("--backend", choices=BACKENDS, default="auto")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the report there too")
 
 
 def run(args: argparse.Namespace) -> int:
     """Start torchrun with `--ranks` workers, or be one of them if torchrun started this process."""
-    if args.new_tokens < 1:
-        raise MoEEpConfigError(f"--new-tokens must be at least 1, got {args.new_tokens}")
     if args.ranks != 1 and not torchrun.is_worker():
         return torchrun.start(args, args.ranks or 2)
+    lengths = prompt_lengths(args.prompts)
+    if not 1 <= args.new_tokens <= MAX_POSITIONS - max(lengths):
+        raise MoEEpConfigError(
+            f"--new-tokens is {args.new_tokens}; allowed: 1 to {MAX_POSITIONS - max(lengths)}"
+        )
     with bootstrap.session() as group:
-        if args.ranks not in (None, group.num_ranks) or len(PROMPT_LENGTHS) % group.num_ranks:
+        if args.ranks not in (None, group.num_ranks) or args.prompts % group.num_ranks:
             raise MoEEpConfigError(
-                f"--ranks {args.ranks} with {group.num_ranks} processes; allowed: as many ranks "
-                f"as processes, and a divisor of the {len(PROMPT_LENGTHS)} prompts"
+                f"--ranks {args.ranks} and --prompts {args.prompts} with {group.num_ranks} "
+                "processes; allowed: as many ranks as processes, and a multiple of it in prompts"
             )
-        report = run_on_rank(group, args.new_tokens, named_backend(args.backend))
+        prompts = real_text_prompts(lengths)
+        report = run_on_rank(group, prompts, args.new_tokens, named_backend(args.backend))
     if report is None:  # not rank 0
         return 0
     show(report)
@@ -74,7 +78,8 @@ class Generation:
 
     tokens: list[torch.Tensor]  # per prompt int64 [n]
     logits: list[torch.Tensor]  # per prompt BF16 [L + n - 1, V], of every position seen
-    seconds: float
+    prompt_seconds: float
+    decode_seconds: float  # for n - 1 tokens of each prompt: the first one comes with the prompt
 
 
 @dataclass
@@ -108,8 +113,10 @@ class Report:
     backend: str
     device: str
     num_ranks: int
+    num_prompts: int
     prompt_bytes: int
-    new_tokens: int
+    new_tokens: int  # of all prompts together
+    prompt_bytes_per_s: float
     tokens_per_s: float
     one_rank_tokens_per_s: float
     tokens_per_expert: list[int]  # over all ranks and layers
@@ -142,17 +149,18 @@ class Report:
         return reasons
 
 
-def run_on_rank(group: EpGroup, new_tokens: int, backend: Backend | str) -> Report | None:
+def run_on_rank(
+    group: EpGroup, prompts: list[torch.Tensor], new_tokens: int, backend: Backend | str
+) -> Report | None:
     """The whole demo, called on every rank of `group`. Rank 0 gets the report, others None."""
     from rich.console import Console
 
     if group.device.type == "cpu":
         torch.set_num_threads(1)  # plain python would take all cores, torchrun takes one
-    prompts = real_text_prompts()
     share = len(prompts) // group.num_ranks
     mine = prompts[group.rank * share : (group.rank + 1) * share]
     console = Console(stderr=True, quiet=group.rank != 0)
-    with console.status("loading transformers") as status, tempfile.TemporaryDirectory() as folder:
+    with console.status("loading transformers") as status, tempfile.TemporaryDirectory() as own:
         from transformers.utils import logging
 
         from moe_ep.integrations.transformers import replace_moe_layers
@@ -161,20 +169,23 @@ def run_on_rank(group: EpGroup, new_tokens: int, backend: Backend | str) -> Repo
 
         def load(ranks: EpGroup) -> tuple[torch.nn.Module, str]:
             """The model with its experts on `ranks`, and what its first layer says of itself."""
-            model = load_model(Path(folder), torch.bfloat16, group.device)
-            capacity = max(PROMPT_LENGTHS) + new_tokens
-            layers = replace_moe_layers(model, ranks, max_tokens_per_rank=capacity, backend=backend)
+            model = load_model(folder, torch.bfloat16, group.device)
+            layers = replace_moe_layers(
+                model, ranks, max_tokens_per_rank=MAX_POSITIONS, backend=backend
+            )
             return model, next(iter(layers.values())).explain()
 
         status.update("writing and loading the model")
-        write_checkpoint(Path(folder))
+        if group.rank == 0:
+            write_checkpoint(Path(own))
+        folder = from_rank_0(Path(own), group)
         model, explanation = load(group)
         generate(model, [mine[0][:, :16]], 2)  # warm-up
         status.update(f"generating on {group.num_ranks} ranks")
         generation = generate(model, mine, new_tokens)
         status.update("comparing with the untouched model")
-        exact = load_model(Path(folder), torch.float32, group.device)
-        eager = load_model(Path(folder), torch.bfloat16, group.device)
+        exact = load_model(folder, torch.float32, group.device)
+        eager = load_model(folder, torch.bfloat16, group.device)
         compared = compare(model, eager, exact, mine, generation.tokens)
         per_rank = gather((generation, *compared), group)
         if per_rank is None:
@@ -184,7 +195,7 @@ def run_on_rank(group: EpGroup, new_tokens: int, backend: Backend | str) -> Repo
         alone_model, _ = load(EpGroup.single(group.device))
         generate(alone_model, [prompts[0][:, :16]], 2)
         alone = generate(alone_model, prompts, new_tokens)
-    return summarize(per_rank, alone, explanation, group)
+    return summarize(per_rank, alone, explanation, prompts, group)
 
 
 def write_checkpoint(folder: Path) -> None:
@@ -204,7 +215,7 @@ def write_checkpoint(folder: Path) -> None:
         num_experts_per_tok=TOP_K,
         norm_topk_prob=True,
         initializer_range=1 / 16,  # 1 / sqrt(hidden): activations stay near 1 in every layer
-        max_position_embeddings=1024,
+        max_position_embeddings=MAX_POSITIONS,
     )
     model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="4MB")
@@ -220,7 +231,14 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> torch.
     return model.to(device).eval()
 
 
-def real_text_prompts() -> list[torch.Tensor]:
+def prompt_lengths(num_prompts: int) -> list[int]:
+    """Bytes of each prompt: all differ, so that ranks hold different numbers of tokens."""
+    if not 1 <= num_prompts <= 32:
+        raise MoEEpConfigError(f"--prompts is {num_prompts}; allowed: 1 to 32")
+    return [448 + 16 * i for i in range(num_prompts)]
+
+
+def real_text_prompts(lengths: list[int]) -> list[torch.Tensor]:
     """Bytes of the README and of Python's documentation in turn, int64 [1, L] each."""
     from importlib.metadata import metadata
     from pydoc_data import topics
@@ -231,7 +249,7 @@ def real_text_prompts() -> list[torch.Tensor]:
     about = readme.read_bytes() if readme.exists() else metadata("moe-ep").get_payload().encode()
     sources = [about + manual, manual]
     prompts = []
-    for i, length in enumerate(PROMPT_LENGTHS):
+    for i, length in enumerate(lengths):
         text, sources[i % 2] = sources[i % 2][:length], sources[i % 2][length:]
         prompts.append(torch.tensor([list(text)], dtype=torch.int64))
     return prompts
@@ -245,19 +263,23 @@ def generate(model: torch.nn.Module, prompts: list[torch.Tensor], new_tokens: in
     """
     device = next(model.parameters()).device
     tokens, logits = [], []
-    start = time.perf_counter()
+    prompt_seconds = decode_seconds = 0.0
     for prompt in prompts:
         ids, cache = prompt.to(device), None
         chosen, seen = [], []
+        marks = [time.perf_counter()]
         for _ in range(new_tokens):
             out = model(input_ids=ids, cache=cache, use_cache=True)
             cache = out.cache
             ids = out.logits[:, -1:].argmax(dim=-1)
             seen.append(out.logits[0])
-            chosen.append(ids[0])
-        tokens.append(torch.cat(chosen).cpu())
+            chosen.append(ids[0].cpu())  # on a GPU the copy waits for the step
+            marks.append(time.perf_counter())
+        prompt_seconds += marks[1] - marks[0]
+        decode_seconds += marks[-1] - marks[1]
+        tokens.append(torch.cat(chosen))
         logits.append(torch.cat(seen).cpu())
-    return Generation(tokens, logits, time.perf_counter() - start)
+    return Generation(tokens, logits, prompt_seconds, decode_seconds)
 
 
 @torch.inference_mode()
@@ -293,7 +315,15 @@ def compare(
     return difference, noise, tokens_per_expert
 
 
-def gather(value: object, group: EpGroup) -> list | None:
+def from_rank_0(value: Any, group: EpGroup) -> Any:
+    """Rank 0's value on every rank, once rank 0 has come here."""
+    values = [value]
+    if group.num_ranks > 1:
+        dist.broadcast_object_list(values, src=0, group=group.process_group)
+    return values[0]
+
+
+def gather(value: Any, group: EpGroup) -> list[Any] | None:
     """Every rank's value on rank 0, None elsewhere."""
     if group.num_ranks == 1:
         return [value]
@@ -306,11 +336,14 @@ def summarize(
     per_rank: list[tuple[Generation, Deviation, Deviation, torch.Tensor]],
     alone: Generation,
     explanation: str,
+    prompts: list[torch.Tensor],
     group: EpGroup,
 ) -> Report:
     generations, differences, noises, counts = zip(*per_rank, strict=True)
     tokens = torch.cat([torch.cat(generation.tokens) for generation in generations])
     logits = torch.cat([torch.cat(generation.logits) for generation in generations])
+    num_bytes = sum(prompt.numel() for prompt in prompts)
+    num_decoded = len(tokens) - len(prompts)
     alone_tokens, alone_logits = torch.cat(alone.tokens), torch.cat(alone.logits)
     owners = [
         rank
@@ -321,10 +354,12 @@ def summarize(
         backend=explanation,
         device=str(group.device),
         num_ranks=group.num_ranks,
-        prompt_bytes=sum(PROMPT_LENGTHS),
+        num_prompts=len(prompts),
+        prompt_bytes=num_bytes,
         new_tokens=len(tokens),
-        tokens_per_s=len(tokens) / max(generation.seconds for generation in generations),
-        one_rank_tokens_per_s=len(tokens) / alone.seconds,
+        prompt_bytes_per_s=num_bytes / max(g.prompt_seconds for g in generations),
+        tokens_per_s=_ratio(num_decoded, max(g.decode_seconds for g in generations)),
+        one_rank_tokens_per_s=_ratio(num_decoded, alone.decode_seconds),
         tokens_per_expert=sum(counts).tolist(),
         owner_of_expert=owners,
         difference=sum(differences, Deviation()),
@@ -333,6 +368,10 @@ def summarize(
         tokens_identical=torch.equal(tokens, alone_tokens),
         digest=_digest(logits, tokens),
     )
+
+
+def _ratio(count: int, seconds: float) -> float:
+    return count / seconds if count else 0.0  # one new token: nothing was decoded
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -352,14 +391,17 @@ def show(report: Report) -> None:
     from rich.table import Table
 
     console = Console()
-    console.print(report.backend, markup=False)
+    console.print(report.backend, markup=False, highlight=False, soft_wrap=True)
     speed = Table.grid(padding=(0, 2))
     speed.add_row("ranks", f"{report.num_ranks} on {report.device}")
-    speed.add_row("text", f"{report.prompt_bytes} bytes in {len(PROMPT_LENGTHS)} prompts")
-    speed.add_row("generated", f"{report.new_tokens} tokens")
     speed.add_row(
-        "speed",
-        f"{report.tokens_per_s:.1f} tokens/s, prompts included "
+        "text",
+        f"{report.prompt_bytes} bytes in {report.num_prompts} prompts, "
+        f"{report.prompt_bytes_per_s:.0f} bytes/s",
+    )
+    speed.add_row(
+        "generated",
+        f"{report.new_tokens} tokens, {report.tokens_per_s:.1f} tokens/s "
         f"(one rank: {report.one_rank_tokens_per_s:.1f})",
     )
     console.print(speed)

@@ -18,8 +18,10 @@ PASSED = Report(
     backend="split",
     device="cpu",
     num_ranks=2,
+    num_prompts=2,
     prompt_bytes=10,
     new_tokens=4,
+    prompt_bytes_per_s=1.0,
     tokens_per_s=1.0,
     one_rank_tokens_per_s=1.0,
     tokens_per_expert=[1] * 16,
@@ -41,7 +43,7 @@ def reports(tmp_path_factory) -> dict[int, dict]:
         path = folder / f"{ranks}.json"
         command = [sys.executable, "-m", "moe_ep.launch.cli", "demo", f"--ranks={ranks}"]
         done = subprocess.run(
-            [*command, "--new-tokens=4", f"--json={path}"],
+            [*command, "--prompts=4", "--new-tokens=4", f"--json={path}"],
             capture_output=True,
             text=True,
             timeout=200,
@@ -58,16 +60,16 @@ def test_logits_and_tokens_have_the_same_bits_on_1_2_and_4_ranks(reports):
 
 
 def test_every_routed_slot_is_counted_once_for_any_number_of_ranks(reports):
-    tokens = sum(demo.PROMPT_LENGTHS) + 4 * len(demo.PROMPT_LENGTHS)
+    tokens = sum(demo.prompt_lengths(4)) + 4 * 4
     for report in reports.values():
         assert sum(report["tokens_per_expert"]) == tokens * demo.TOP_K * demo.NUM_LAYERS
     assert reports[1]["tokens_per_expert"] == reports[4]["tokens_per_expert"]
 
 
 def test_prompts_are_real_text_of_different_lengths():
-    prompts = [bytes(prompt[0].tolist()) for prompt in demo.real_text_prompts()]
+    prompts = [bytes(prompt[0].tolist()) for prompt in demo.real_text_prompts([448, 464, 480, 496])]
     readme = (Path(demo.__file__).resolve().parent.parent / "README.md").read_bytes()
-    assert tuple(map(len, prompts)) == demo.PROMPT_LENGTHS
+    assert list(map(len, prompts)) == [448, 464, 480, 496]
     assert prompts[0].startswith(readme[:448])
     assert len(set(prompts)) == len(prompts)
     assert b"statement" in b"".join(prompts[1::2])
@@ -113,7 +115,7 @@ def test_report_at_the_limits_passes():
 def test_each_criterion_alone_fails_the_demo(monkeypatch, capsys, change, reason):
     report = replace(PASSED, **change)
     monkeypatch.setattr(demo, "run_on_rank", lambda *_: report)
-    args = argparse.Namespace(ranks=1, new_tokens=4, backend="auto", json=None)
+    args = argparse.Namespace(ranks=1, prompts=2, new_tokens=4, backend="auto", json=None)
     assert demo.run(args) == 1
     assert reason in capsys.readouterr().out
 
