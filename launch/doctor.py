@@ -16,6 +16,10 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 import torch.distributed as dist
 
+from moe_ep.launch.backends import BACKENDS
+from moe_ep.launch.geometries import geometry
+from moe_ep.layer import supports
+
 _SMI_TIMEOUT_S = 20
 
 
@@ -59,6 +63,19 @@ _PACKAGES = (
     ("matplotlib", "matplotlib", "charts of the bench", "plot"),
     ("pytest", "pytest", "tests", "test"),
 )
+
+
+def examine_backends() -> dict[str, tuple[bool, str]]:
+    """Name on the command line -> whether that backend can run here, and why or why not.
+
+    Asked for the layer of DeepSeek-V3 in NVFP4; `moe_ep.supports` answers for any other.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    answers = {
+        name: supports(geometry("v3"), "nvfp4", backend, device)
+        for name, backend in BACKENDS.items()
+    }
+    return {name: (answer.ok, answer.reason) for name, answer in answers.items()}
 
 
 def _torch_version() -> str:
@@ -157,23 +174,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    findings = examine()
+    findings, backends = examine(), examine_backends()
     if args.json:
-        rows = [asdict(finding) | {"found": finding.is_found} for finding in findings]
-        print(json.dumps({"parts": rows}, indent=2))
+        report = {
+            "parts": [asdict(finding) | {"found": finding.is_found} for finding in findings],
+            "backends": [
+                {"backend": name, "ok": ok, "reason": reason}
+                for name, (ok, reason) in backends.items()
+            ],
+        }
+        print(json.dumps(report, indent=2))
     else:
-        _print_table(findings)
+        _print_tables(findings, backends)
     return 0
 
 
-def _print_table(findings: list[Finding]) -> None:
+def _print_tables(findings: list[Finding], backends: dict[str, tuple[bool, str]]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title="moe-ep doctor")
+    parts = Table(title="parts", title_justify="left")
     for heading in ("part", "found", "enables", "to get it"):
-        table.add_column(heading, overflow="fold")
+        parts.add_column(heading, overflow="fold")
     for finding in findings:
-        found = f"[green]{finding.version}" if finding.is_found else "[yellow]missing"
-        table.add_row(finding.part, found, finding.enables, finding.fix.replace("[", r"\["))
-    Console().print(table)
+        found = f"[green]{escape(finding.version)}" if finding.is_found else "[yellow]missing"
+        parts.add_row(finding.part, found, finding.enables, escape(finding.fix))
+    runs = Table(title="backends, for a layer of DeepSeek-V3 in nvfp4", title_justify="left")
+    for heading in ("backend", "runs here", "why"):
+        runs.add_column(heading, overflow="fold")
+    for name, (ok, reason) in backends.items():
+        runs.add_row(name, "[green]yes" if ok else "[yellow]no", escape(reason))
+    console = Console()
+    console.print(parts)
+    console.print(runs)

@@ -41,7 +41,8 @@ def test_an_unknown_word_is_a_usage_error(
 
 def test_doctor_reports_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--json"]) == 0
-    parts = {row["part"]: row for row in json.loads(capsys.readouterr().out)["parts"]}
+    report = json.loads(capsys.readouterr().out)
+    parts = {row["part"]: row for row in report["parts"]}
     assert parts["Python"]["version"] == platform.python_version()
     assert parts["torch"]["version"].startswith(torch.__version__)
     assert parts["gloo"]["found"]
@@ -52,6 +53,9 @@ def test_doctor_reports_what_is_there(capsys: pytest.CaptureFixture[str]) -> Non
         assert row["enables"]
         assert row["found"] == (row["version"] is not None)
         assert row["found"] or row["fix"], f"{row['part']}: missing, and no way to get it"
+    backends = {row["backend"]: row for row in report["backends"]}
+    assert backends["auto"]["ok"] and backends["split-torch"]["ok"]
+    assert all(row["reason"] for row in backends.values())
 
 
 def test_doctor_names_the_pip_line_of_everything_missing(
