@@ -15,6 +15,7 @@ from moe_ep.comm.errors import MoEEpConfigError
 COMMANDS = {
     "demo": ("moe_ep.launch.demo", "a language model reads real text, its experts over the ranks"),
     "bench": ("moe_ep.launch.bench", "latency of a layer against what the device allows"),
+    "compile": ("moe_ep.launch.compile", "kernels into the cache ahead of a job, without a GPU"),
     "estimate": ("moe_ep.launch.estimate", "bytes of weights and buffers of a layer, per rank"),
     "doctor": ("moe_ep.launch.doctor", "what this machine can run, and what is missing"),
 }

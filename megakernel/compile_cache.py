@@ -28,7 +28,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -75,7 +75,7 @@ class KernelBuild:
         return {
             "kernel": self.name,
             "config": repr(self.config),
-            "source": _source_digest(),
+            "source": SOURCE_DIGEST,
             "arch": ARCH,
             "host": f"{platform.system()} {platform.machine()}",
             "dsl": _version("nvidia-cutlass-dsl"),
@@ -152,39 +152,66 @@ def load(kernel: KernelBuild) -> Callable[..., object]:
 def compile_all(kernels: Sequence[KernelBuild], *, num_processes: int | None = None) -> int:
     """Fills the cache with `kernels`, several at a time; returns how many were compiled.
 
-    Each compiles in its own process, by default on every core. Raises `MoEEpError` naming the
-    kernel, its configuration and the compiler's message if one fails.
+    They are dealt out to as many processes as the machine has cores, or `num_processes`. Raises
+    `MoEEpError` naming the kernel, its configuration and the compiler's message if one fails.
     """
     distinct = {kernel.symbol: kernel for kernel in kernels}
     missing = [k for k in distinct.values() if _cached(k) is None]
-    with ExitStack() as stack:
-        progress = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
+    if not missing:
+        return 0
+    num_processes = min(num_processes or os.cpu_count() or 1, len(missing))
+    with (
+        Progress(console=Console(stderr=True), transient=True) as progress,
+        ThreadPoolExecutor(num_processes) as pool,
+    ):
         bar = progress.add_task("compiling kernels", total=len(missing))
-        pool = ThreadPoolExecutor(num_processes or os.cpu_count())
-        stack.callback(pool.shutdown, cancel_futures=True)
-        for future in as_completed([pool.submit(_compile_in_process, k) for k in missing]):
+        hands = [missing[i::num_processes] for i in range(num_processes)]
+        compiled = [
+            pool.submit(_compile_in_process, hand, lambda: progress.advance(bar)) for hand in hands
+        ]
+        for future in as_completed(compiled):
             future.result()
-            progress.advance(bar)
     return len(missing)
 
 
-def _compile_in_process(kernel: KernelBuild) -> None:
+def _compile_in_process(kernels: Sequence[KernelBuild], on_compiled: Callable[[], None]) -> None:
     # Not multiprocessing: its workers would run the caller's main module again.
-    worker = [sys.executable, "-m", __name__]
+    command = [sys.executable, "-c", f"from {__name__} import _serve; _serve()"]
     env = os.environ | {CACHE_DIR_VARIABLE: str(_writable_dir(cache_dir()))}
-    failed = f"kernel {kernel.name} did not compile for {kernel.config}"
-    try:
-        result = subprocess.run(
-            worker,
-            input=pickle.dumps(kernel),
-            capture_output=True,
-            env=env,
-            timeout=COMPILE_TIMEOUT_S,
+    num_compiled = 0
+    with (
+        tempfile.TemporaryFile() as messages,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=messages, env=env
+        ) as worker,
+    ):
+        watchdog = threading.Timer(COMPILE_TIMEOUT_S * len(kernels), worker.kill)
+        watchdog.start()
+        with suppress(BrokenPipeError):  # it ended at once; its messages say why
+            worker.stdin.write(pickle.dumps((SOURCE_DIGEST, kernels)))
+            worker.stdin.close()
+        for _ in worker.stdout:  # a line for each kernel
+            num_compiled += 1
+            on_compiled()
+        exit_code = worker.wait()
+        watchdog.cancel()
+        messages.seek(0)
+        text = messages.read().decode(errors="replace")[-2000:]
+    if exit_code:
+        failed = kernels[min(num_compiled, len(kernels) - 1)]
+        raise MoEEpError(
+            f"kernel {failed.name} did not compile for {failed.config}: exit code {exit_code}; "
+            f"{text}"
         )
-    except subprocess.TimeoutExpired as error:
-        raise MoEEpError(f"{failed}: no result after {COMPILE_TIMEOUT_S:.0f} s") from error
-    if result.returncode:
-        raise MoEEpError(f"{failed}: {result.stderr.decode(errors='replace')[-2000:]}")
+
+
+def _serve() -> None:
+    """The worker: compiles what it reads, prints a line for each."""
+    global SOURCE_DIGEST
+    # The asking process looks for the entries under its own digest, edited since or not.
+    SOURCE_DIGEST, kernels = pickle.loads(sys.stdin.buffer.read())
+    for kernel in kernels:
+        print(object_file(kernel), flush=True)
 
 
 def _cached(kernel: KernelBuild) -> Path | None:
@@ -205,7 +232,7 @@ def _find(directory: Path, kernel: KernelBuild) -> Path | None:
 def _store(directory: Path, kernel: KernelBuild) -> Path:
     """Compiles and writes the entry; its lock is held."""
     console = Console(stderr=True)
-    with console.status(f"compiling {kernel.name}") if console.is_terminal else ExitStack():
+    with console.status(f"compiling {kernel.name}") if console.is_terminal else nullcontext():
         content = kernel.build(kernel.config).dump_to_object(kernel.symbol)
     path = directory / f"{kernel.symbol}.o"
     record = {"key": kernel.key, "sha256": hashlib.sha256(content).hexdigest()}
@@ -250,7 +277,6 @@ def _private_dir(instead_of: Path, reason: str) -> Path:
     return private
 
 
-@functools.cache
 def _source_digest() -> str:
     """Hash of every source file that can reach a kernel: the folders megakernel/ and comm/."""
     digest = hashlib.sha256()
@@ -260,13 +286,13 @@ def _source_digest() -> str:
     return digest.hexdigest()
 
 
+# At import, not at first use: the code that runs is what the files held about then.
+SOURCE_DIGEST = _source_digest()
+
+
 @functools.cache
 def _version(distribution: str) -> str:
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-if __name__ == "__main__":
-    object_file(pickle.loads(sys.stdin.buffer.read()))

@@ -73,7 +73,7 @@ def test_key_tells_config_name_source_arch_and_versions_apart(fake, monkeypatch)
     symbols.add(KernelBuild("other", kernel.config, kernel.build).symbol)
     for name, value in {
         "ARCH": "sm_100a",
-        "_source_digest": lambda: "edited",
+        "SOURCE_DIGEST": "edited",
         "_version": lambda distribution: f"{distribution} 9.9",
     }.items():
         with monkeypatch.context() as patch:
@@ -188,9 +188,22 @@ def test_compile_all_compiles_each_missing_kernel_once(fake, tmp_path):
     assert num_builds(tmp_path) == 3
 
 
+def test_compile_all_stores_under_the_digest_of_the_asking_process(fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(compile_cache, "SOURCE_DIGEST", "before an edit")
+    assert compile_all([fake.kernel(n=1)], num_processes=1) == 1
+    object_file(fake.kernel(n=1))
+    assert num_builds(tmp_path) == 1
+
+
 def test_compile_all_names_the_kernel_that_fails(fake):
     with pytest.raises(MoEEpError, match=r"(?s)fake.*'n': 3.*no registers left"):
         compile_all([fake.kernel(n=3, error="no registers left")], num_processes=1)
+
+
+def test_compile_all_says_why_a_worker_could_not_start(fake, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "")
+    with pytest.raises(MoEEpError, match="(?s)fake.*No module named 'fake_builds'"):
+        compile_all([fake.kernel(n=3)], num_processes=1)
 
 
 def test_cache_lies_in_the_users_cache_folder_by_default(monkeypatch, tmp_path):

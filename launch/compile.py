@@ -1,0 +1,104 @@
+"""`moe-ep compile`: every kernel that a layer may launch, compiled into the cache ahead of a job.
+
+Needs CuTe DSL and no GPU: build an image, or fill a folder that many machines read, on any host
+of the GPU machines' CPU architecture. Cached kernels are found by shape, format, knobs, source and
+version of CuTe DSL, so the job must run this version of moe-ep.
+"""
+
+import argparse
+import dataclasses
+import time
+
+from moe_ep.comm.errors import MoEEpUnavailableError
+from moe_ep.launch.geometries import GEOMETRIES, geometry
+from moe_ep.megakernel.compile_cache import CACHE_DIR_VARIABLE, KernelBuild, cache_dir, compile_all
+from moe_ep.megakernel.grouped_gemm import GemmSpec
+from moe_ep.megakernel.knobs import KNOB_TABLE
+from moe_ep.megakernel.problem import (
+    NAMED_ACTIVATIONS,
+    WEIGHT_FORMATS,
+    MoEShape,
+    owned_experts,
+)
+
+
+def kernel_builds(
+    shape: MoEShape, weights_format: str, *, num_ranks: int = 1, has_bias: bool = False
+) -> list[KernelBuild]:
+    """Every kernel of one layer: permutation, FC1 and FC2 in each build of the table, combine.
+
+    Where experts do not divide evenly over the ranks, for both numbers of local experts. Raises
+    `MoEEpUnavailableError` where CuTe DSL is not installed.
+    """
+    try:
+        from moe_ep.megakernel.combine_sm90 import CombineConfig, combine_build
+        from moe_ep.megakernel.permute_sm90 import PermuteConfig, permute_build
+    except ImportError as error:
+        raise MoEEpUnavailableError(
+            f"compiling kernels needs nvidia-cutlass-dsl (pip install 'moe-ep[gpu]'): {error}"
+        ) from error
+    builds = [combine_build(CombineConfig(top_k=shape.top_k, hidden=shape.hidden))]
+    shares = {len(owned_experts(shape.num_experts, num_ranks, r)) for r in (0, num_ranks - 1)}
+    for num_local_experts in shares - {0}:
+        for ids_are_int64 in (False, True):
+            config = PermuteConfig(
+                num_local_experts=num_local_experts,
+                top_k=shape.top_k,
+                hidden=shape.hidden,
+                ids_are_int64=ids_are_int64,
+            )
+            builds.append(permute_build(config))
+        for row in KNOB_TABLE:
+            if weights_format in row.formats:
+                fc1 = GemmSpec(
+                    name="fc1",
+                    weights_format=weights_format,
+                    num_cols=shape.hidden,
+                    num_channels=shape.intermediate,
+                    activation=shape.activation,
+                    has_bias=has_bias,
+                    num_experts=num_local_experts,
+                    scatters_rows=False,
+                    knobs=row.knobs,
+                )
+                fc2 = dataclasses.replace(
+                    fc1,
+                    name="fc2",
+                    num_cols=shape.intermediate,
+                    num_channels=shape.hidden,
+                    activation=None,
+                )
+                builds += [fc1.kernel_build(), fc2.kernel_build()]
+    return builds
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--geometry", nargs="+", choices=GEOMETRIES, required=True)
+    parser.add_argument("--formats", nargs="+", choices=WEIGHT_FORMATS, default=["nvfp4"])
+    parser.add_argument(
+        "--ranks", nargs="+", type=int, default=[1], help="EP sizes; they give the local experts"
+    )
+    parser.add_argument("--activation", choices=NAMED_ACTIVATIONS, help="default: swiglu")
+    parser.add_argument("--bias", action="store_true", help="FC1 and FC2 add a bias")
+    parser.add_argument("--jobs", type=int, help="compiler processes (default: one per core)")
+
+
+def run(args: argparse.Namespace) -> int:
+    builds = {}
+    for name in args.geometry:
+        shape = geometry(name)
+        if args.activation:
+            shape = dataclasses.replace(shape, activation=args.activation)
+        for weights_format in args.formats:
+            for num_ranks in args.ranks:
+                layer = kernel_builds(
+                    shape, weights_format, num_ranks=num_ranks, has_bias=args.bias
+                )
+                builds |= {build.symbol: build for build in layer}
+    start = time.monotonic()
+    num_compiled = compile_all(list(builds.values()), num_processes=args.jobs)
+    print(
+        f"{len(builds)} kernels in {cache_dir()} (${CACHE_DIR_VARIABLE}): {num_compiled} compiled "
+        f"in {time.monotonic() - start:.1f} s, {len(builds) - num_compiled} were there"
+    )
+    return 0

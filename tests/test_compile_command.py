@@ -1,0 +1,81 @@
+"""moe-ep compile: which kernels it fills the cache with."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moe_ep.launch import compile as compile_command
+from moe_ep.launch.cli import main
+from moe_ep.launch.geometries import geometry
+from moe_ep.megakernel.grouped_gemm import GroupedGemm
+
+
+def needs_dsl() -> None:
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+
+def kernel_names(builds) -> list[str]:
+    return sorted(build.name for build in builds)
+
+
+@pytest.mark.parametrize("weights_format", ["nvfp4", "mxfp8", "bf16"])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_it_lists_the_grouped_gemms_that_a_layer_loads(weights_format, has_bias, monkeypatch):
+    needs_dsl()
+    sms = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sms)
+    shape = geometry("v3")
+    layer = GroupedGemm(
+        weights_format,
+        hidden=shape.hidden,
+        intermediate=shape.intermediate,
+        activation=shape.activation,
+        num_local_experts=32,
+        has_bias13=has_bias,
+        has_bias2=has_bias,
+        device="cpu",
+    )
+    builds = compile_command.kernel_builds(shape, weights_format, num_ranks=8, has_bias=has_bias)
+    symbols = {build.symbol for build in builds}
+    assert {build.symbol for build in layer.kernel_builds()} <= symbols
+    assert len(symbols) == len(builds) == len(layer.kernel_builds()) + 3
+    assert {"permute", "combine"} < set(kernel_names(builds))
+
+
+def test_experts_that_do_not_divide_give_two_sizes():
+    needs_dsl()
+    builds = compile_command.kernel_builds(geometry("tiny"), "nvfp4", num_ranks=3)  # 6, 5, 5 of 16
+    sizes = {build.config.num_local_experts for build in builds if build.name == "permute"}
+    assert sizes == {5, 6}
+
+
+def test_run_compiles_each_kernel_once_and_prints_where(monkeypatch, capsys, tmp_path):
+    needs_dsl()
+    monkeypatch.setenv("MOE_EP_CACHE_DIR", str(tmp_path))
+    asked = []
+
+    def compile_all(builds, *, num_processes):
+        asked.extend(builds)
+        return 5
+
+    monkeypatch.setattr(compile_command, "compile_all", compile_all)
+    # Both geometries, both EP sizes: combine depends on neither format nor ranks.
+    arguments = "compile --geometry tiny v3 --formats nvfp4 mxfp4 --ranks 1 2 --jobs 1"
+    assert main(arguments.split()) == 0
+    assert len({build.symbol for build in asked}) == len(asked)
+    assert kernel_names(asked).count("combine") == 2
+    assert kernel_names(asked).count("permute") == 2 * 2 * 2  # geometry, ranks, dtype of the ids
+    out = capsys.readouterr().out
+    assert str(tmp_path) in out and "5 compiled" in out
+
+
+def test_without_cute_dsl_it_says_what_to_install(monkeypatch, capsys):
+    for name in ("combine_sm90", "permute_sm90"):
+        monkeypatch.delitem(sys.modules, f"moe_ep.megakernel.{name}", raising=False)
+        monkeypatch.delattr(f"moe_ep.megakernel.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "cutlass", None)
+    monkeypatch.setitem(sys.modules, "cutlass.cute", None)
+    assert main(["compile", "--geometry", "tiny"]) == 2
+    assert "nvidia-cutlass-dsl" in capsys.readouterr().err
