@@ -1,0 +1,89 @@
+"""On CPU a row's FP32 sums do not depend on the rows beside it, their number, or the threads."""
+
+from collections.abc import Iterable, Iterator
+from functools import cache
+
+import pytest
+import torch
+
+from moe_ep import MoEWeights
+from moe_ep.megakernel.problem import Activation
+from moe_ep.reference import activate, fc1_sums, fc2_sums
+
+NUM_ROWS = 300
+HIDDEN = 1024
+# format -> intermediate; tails that no vector width divides where the format allows them
+INTERMEDIATES = {"bf16": 100, "nvfp4": 112, "mxfp4": 160, "mxfp8": 96, "fp8_block": 199}
+ACTIVATIONS = ("swiglu", "gpt_oss", "deepseek_v4", "geglu_tanh", "reglu", "situ")
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def one_expert(format_name: str) -> MoEWeights:
+    intermediate = INTERMEDIATES[format_name]
+    w13 = torch.randn(1, 2 * intermediate, HIDDEN).bfloat16()
+    w2 = torch.randn(1, HIDDEN, intermediate).bfloat16()
+    weights = MoEWeights.from_dense(w13, w2, b13=torch.randn(1, 2 * intermediate))
+    return weights.quantize(format_name)
+
+
+# Every format shares bf16's matmul, so that the others are held to fewer counts.
+ALL_COUNTS = range(1, NUM_ROWS + 1)
+SOME_COUNTS = [*range(1, 34), *range(34, NUM_ROWS, 19), NUM_ROWS]
+
+
+def spans(counts: Iterable[int]) -> list[slice]:
+    """So many rows, each time at another offset."""
+    return [
+        slice(first := (37 * count) % (NUM_ROWS - count + 1), first + count) for count in counts
+    ]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("format_name", INTERMEDIATES)
+def test_fc1_and_fc2_rows_keep_their_bits(format_name, num_threads, monkeypatch):
+    torch.manual_seed(0)
+    # Decoding does not see the rows; once is enough.
+    monkeypatch.setattr(MoEWeights, "unscaled", cache(MoEWeights.unscaled))
+    monkeypatch.setattr(MoEWeights, "fp8_scales", cache(MoEWeights.fp8_scales))
+    weights = one_expert(format_name)
+    x_PH = torch.randn(NUM_ROWS, HIDDEN).bfloat16()
+    hidden_PI = torch.randn(NUM_ROWS, INTERMEDIATES[format_name]).bfloat16()
+    torch.set_num_threads(1)
+    fc1_PN, fc2_PH = fc1_sums(x_PH, weights, 0), fc2_sums(hidden_PI, weights, 0)
+    torch.set_num_threads(num_threads)
+    for rows in spans(ALL_COUNTS if format_name == "bf16" else SOME_COUNTS):
+        assert torch.equal(fc1_sums(x_PH[rows], weights, 0), fc1_PN[rows]), rows
+        assert torch.equal(fc2_sums(hidden_PI[rows], weights, 0), fc2_PH[rows]), rows
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activation_rows_keep_their_bits(name, num_threads):
+    torch.manual_seed(0)
+    fc1_PN = torch.randn(NUM_ROWS, 2 * 353)
+    torch.set_num_threads(1)
+    want_PI = activate(fc1_PN, Activation.from_name(name))
+    torch.set_num_threads(num_threads)
+    for rows in spans(SOME_COUNTS):
+        got_PI = activate(fc1_PN[rows], Activation.from_name(name))
+        assert torch.equal(got_PI, want_PI[rows]), rows
+
+
+def test_wide_sums_keep_their_bits():
+    torch.manual_seed(0)
+    weights = MoEWeights.from_dense(
+        torch.randn(1, 64, 7168).bfloat16(), torch.randn(1, 7168, 32).bfloat16()
+    )
+    x_PH = torch.randn(48, 7168).bfloat16()
+    torch.set_num_threads(1)
+    want_PN = fc1_sums(x_PH, weights, 0)
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        for num_rows in range(1, 49, 3):
+            assert torch.equal(fc1_sums(x_PH[-num_rows:], weights, 0), want_PN[-num_rows:])
