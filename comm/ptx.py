@@ -215,6 +215,20 @@ def bulk_copy_g2s(
     _asm(None, [dst_smem, src, num_bytes, mbarrier], text, "r,l,r,r,~{memory}", loc, ip)
 
 
+@dsl_user_op
+def bulk_copy_s2g(
+    dst: Int64,
+    src_smem: Int32,
+    num_bytes: Int32,
+    *,
+    loc: ir.Location | None = None,
+    ip: ir.InsertionPoint | None = None,
+) -> None:
+    """cp.async.bulk shared -> global, in this thread's open bulk group; 16-byte multiples."""
+    text = "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;"
+    _asm(None, [dst, src_smem, num_bytes], text, "l,r,r,~{memory}", loc, ip)
+
+
 # ---- 16-byte rows: permutation and combine ------------------------------------------------------
 
 

@@ -92,16 +92,22 @@ class CombineKernel:
             # A skipped slot reads row 0 rather than branch.
             row = cutlass.max(slot_rows[k], Int32(0))
             slot_terms.append(ptx.ld_global_v4(terms + Int64(row) * row_bytes + column))
-        sums = [Float32(0.0)] * 8
-        for k in cutlass.range_constexpr(self.top_k):
-            for i in cutlass.range_constexpr(8):
-                word = slot_terms[k][i // 2]
-                term = ptx.as_float(word & 0xFFFF0000 if i % 2 else word << 16)
-                total = ptx.add_rn(sums[i], ptx.mul_rn(term, slot_weights[k]))
-                sums[i] = cutlass.select_(slot_rows[k] >= 0, total, sums[i])
-        packed = [ptx.cvt_bf16x2(sums[2 * i], sums[2 * i + 1]) for i in range(4)]
+        packed = sum_slots(slot_terms, slot_weights, [row >= 0 for row in slot_rows])
         if own_token_idx < num_tokens:
             ptx.st_global(out + Int64(token_idx) * row_bytes + column, packed)
+
+
+def sum_slots(slot_terms, slot_weights, is_used):
+    """Weighted sum of K slots over 8 columns: 4 words of BF16 pairs for each slot, one FP32 weight,
+    whether it counts -> 4 words. Traced into the caller."""
+    sums = [Float32(0.0)] * 8
+    for words, weight, is_counted in zip(slot_terms, slot_weights, is_used, strict=True):
+        for i in range(8):
+            word = words[i // 2]
+            term = ptx.as_float(word & 0xFFFF0000 if i % 2 else word << 16)
+            total = ptx.add_rn(sums[i], ptx.mul_rn(term, weight))
+            sums[i] = cutlass.select_(is_counted, total, sums[i])
+    return [ptx.cvt_bf16x2(sums[2 * i], sums[2 * i + 1]) for i in range(4)]
 
 
 def compile_combine(config: CombineConfig) -> CompiledFunction:

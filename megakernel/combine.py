@@ -1,0 +1,87 @@
+"""Terms back at their tokens' owner and summed there: phases F and G of `protocol.py`.
+
+drain    count `finished`; the last CTA signals drained[rank] at every peer; wait for all ranks
+reduce   out[t] = bf16(sum over k of topk_weights[t, k] * terms[t, k]), slot order, FP32
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from moe_ep.comm import ptx
+from moe_ep.comm.device import arrive, int32_ptr
+from moe_ep.megakernel.combine_sm90 import sum_slots
+from moe_ep.megakernel.dispatch import WARP_SIZE, Dispatch
+from moe_ep.megakernel.protocol import Phase
+from moe_ep.megakernel.rank_view import RankInputs, RankView, Threads
+
+VECTOR_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Combine:
+    """The phases for the layout of `dispatch`."""
+
+    dispatch: Dispatch
+
+    @cute.jit
+    def drain(self, view: RankView, storage, threads: Threads):
+        """All threads, after the CTA's last term: until every rank's terms are here.
+
+        Leaves in `storage.alive` whether they are. A rank that has been given up does not signal,
+        so that no peer sums what never came.
+        """
+        layout = self.dispatch.layout
+        finished = view.counter(layout.counters.finished)
+        threads.sync()
+        if threads.idx < WARP_SIZE:
+            is_last = Int32(0)
+            if threads.idx == 0:
+                is_last = arrive(finished, view.num_ctas)
+                if is_last == 1:
+                    # All CTAs of this launch have read it.
+                    int32_ptr(view.address("step")).store(view.step)
+            alive = view.watch.is_alive()
+            is_last = cute.arch.shuffle_sync(is_last & alive, 0)
+            cute.arch.sync_warp()
+            if const_expr(layout.num_ranks > 1):
+                if is_last == 1:
+                    self.dispatch.signal(view, "drained")
+                alive = view.watch.wait_peers(
+                    view.address("drained"), layout.num_ranks, Phase.DRAINED
+                )
+            else:
+                if threads.idx == 0:
+                    alive = view.watch.wait_reached(
+                        finished, view.num_ctas, Phase.FINISHED, view.rank
+                    )
+            if threads.idx == 0:
+                storage.alive.data_ptr().store(alive)
+        threads.sync()
+
+    @cute.jit
+    def reduce(self, view: RankView, inputs: RankInputs, storage, threads: Threads):
+        """All threads: this CTA's part of the own tokens; none where a rank refused."""
+        layout = self.dispatch.layout
+        vectors_per_token = layout.hidden // 8
+        num_tokens = (storage.token_base.data_ptr() + 1).load()  # own tokens are the first source
+        num_tokens = num_tokens * storage.alive.data_ptr().load()
+        first = view.cta * threads.num_threads + threads.idx
+        stride = view.num_ctas * threads.num_threads
+        for vector in range(first, num_tokens * vectors_per_token, stride):
+            token = vector // vectors_per_token
+            column = Int64(vector % vectors_per_token) * VECTOR_BYTES
+            first_slot = token * layout.top_k
+            weights = cute.make_ptr(Float32, inputs.topk_weights, cute.AddressSpace.gmem)
+            terms = view.address("terms") + column
+            slot_terms, slot_weights, is_used = [], [], []
+            for k in cutlass.range_constexpr(layout.top_k):
+                slot = first_slot + k
+                slot_terms.append(ptx.ld_global_v4(terms + Int64(slot) * self.dispatch.row_bytes))
+                slot_weights.append((weights + slot).load())
+                expert = self.dispatch.load_id(inputs.topk_ids, slot)
+                is_used.append((expert >= 0) & (expert < self.dispatch.num_experts))
+            target = inputs.out + Int64(token) * self.dispatch.row_bytes + column
+            ptx.st_global(target, sum_slots(slot_terms, slot_weights, is_used))

@@ -1,0 +1,469 @@
+"""Tokens to the ranks that hold their experts: phases A to D of `protocol.py`, as device functions.
+
+    stage   own x and ids to where peers find them, then arrived[rank] at every peer
+    wait    for all ranks' flags
+    scan    all routes to this rank's experts: rows, first_row, first_tile, order in shared memory;
+            the own share of tokens into src_meta and pool_row
+    pull    pool rows in order, whole rows by bulk copy: peer -> shared memory -> pool
+
+The pool holds the experts in the order of `schedule.expert_order` (most rows first), and in each
+its rows by (source position, token, slot): the rank's own tokens first. The place of a row is a
+function of the routing alone: counts are sums, and a warp match orders the rows of a share.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32, const_expr
+
+from moe_ep.comm import ptx
+from moe_ep.comm.device import arrive, count, int32_ptr, int64_ptr, signal_peers
+from moe_ep.comm.post_mortem import FIELDS
+from moe_ep.megakernel import protocol, schedule
+from moe_ep.megakernel.protocol import Phase
+from moe_ep.megakernel.rank_view import RankInputs, RankView, Threads
+from moe_ep.megakernel.workspace import Workspace
+
+WARP_SIZE = 32
+FULL_MASK = 0xFFFFFFFF
+NUM_LOADS_IN_FLIGHT = 8
+NUM_ROW_BUFFERS = 2
+NO_ROW = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """The phases for one layout. `num_experts`: E over all ranks."""
+
+    layout: Workspace
+    num_experts: int
+    ids_are_int64: bool
+
+    @property
+    def row_bytes(self) -> int:
+        return self.layout.hidden * 2
+
+    def storage(self):
+        """Shared memory of the scan, of the pull, and the peers' addresses."""
+        experts, ranks = self.layout.num_local_experts, self.layout.num_ranks
+
+        @cute.struct
+        class DispatchStorage:
+            copied: cute.struct.MemRange[Int64, NUM_ROW_BUFFERS]  # mbarriers
+            peers: cute.struct.MemRange[Int64, ranks]
+            rows: cute.struct.MemRange[Int32, experts]  # pool rows of each local expert
+            before: cute.struct.MemRange[Int32, experts]  # those of earlier shares
+            first_row: cute.struct.MemRange[Int32, experts]
+            first_tile: cute.struct.MemRange[Int32, experts]
+            next_row: cute.struct.MemRange[Int32, experts]
+            order: cute.struct.MemRange[Int32, experts]  # experts by falling rows
+            num_rows: cute.struct.MemRange[Int32, 1]
+            token_base: cute.struct.MemRange[Int32, ranks + 1]  # tokens of earlier sources
+            alive: cute.struct.MemRange[Int32, 1]
+
+        return DispatchStorage
+
+    @cute.jit
+    def init(self, storage):
+        """One thread, before the CTA's first barrier."""
+        for i in cutlass.range_constexpr(NUM_ROW_BUFFERS):
+            cute.arch.mbarrier_init(storage.copied.data_ptr() + i, 1)
+        cute.arch.mbarrier_init_fence()
+
+    # ---- A, B
+
+    @cute.jit
+    def stage(self, view: RankView, inputs: RankInputs, threads: Threads):
+        """All threads: publish this rank's tokens and routing. Nothing to do for one rank."""
+        num_tokens = cutlass.max(inputs.num_tokens, Int32(0))
+        first = view.cta * threads.num_threads + threads.idx
+        stride = view.num_ctas * threads.num_threads
+        stage = view.address("x_stage")
+        num_vectors = num_tokens * (self.row_bytes // 16)
+        for base in range(first, num_vectors, stride * NUM_LOADS_IN_FLIGHT):
+            vectors = []
+            for i in cutlass.range_constexpr(NUM_LOADS_IN_FLIGHT):
+                # Past the end the last vector is read again and not stored.
+                position = cutlass.min(base + i * stride, num_vectors - 1)
+                vectors.append(ptx.ld_global_v4(inputs.x + Int64(position) * 16))
+            for i in cutlass.range_constexpr(NUM_LOADS_IN_FLIGHT):
+                position = base + i * stride
+                if position < num_vectors:
+                    ptx.st_global(stage + Int64(position) * 16, vectors[i])
+        # Peers read x_stage by bulk copy, which is another proxy than the stores above.
+        cute.arch.fence_proxy("async.global")
+        for index in range(first, num_tokens * self.layout.top_k, stride):
+            expert = self.checked_id(view, inputs.topk_ids, index)
+            for peer in range(self.layout.num_ranks):
+                ids = view.peer_address(peer, "ids") + self.ids_offset(view.rank)
+                (int32_ptr(ids) + index).store(expert)
+        if view.cta == 0:
+            for peer in range(threads.idx, self.layout.num_ranks, threads.num_threads):
+                address = view.peer_address(peer, "num_tokens")
+                (int32_ptr(address) + view.rank).store(inputs.num_tokens)
+        threads.sync()
+        if threads.idx < WARP_SIZE:
+            is_last = Int32(0)
+            if threads.idx == 0:
+                staged = view.counter(self.layout.counters.staged)
+                is_last = arrive(staged, view.num_ctas)
+            is_last = cute.arch.shuffle_sync(is_last, 0)
+            cute.arch.sync_warp()
+            if is_last == 1:
+                self.signal(view, "arrived")
+
+    @cute.jit
+    def signal(self, view: RankView, region: cutlass.Constexpr):
+        """One warp: this rank's epoch flag at every rank."""
+
+        def flag(peer):
+            return view.peer_address(peer, region) + Int64(view.rank) * 4
+
+        signal_peers(flag, self.layout.num_ranks, view.step)
+
+    @cute.jit
+    def wait(self, view: RankView, storage, threads: Threads):
+        """All threads: until every rank's tokens and routing are there, or time is up."""
+        if threads.idx < WARP_SIZE:
+            alive = view.watch.is_alive()
+            if const_expr(self.layout.num_ranks > 1):
+                alive = view.watch.wait_peers(
+                    view.address("arrived"), self.layout.num_ranks, Phase.ARRIVED
+                )
+            if threads.idx == 0:
+                storage.alive.data_ptr().store(alive)
+        threads.sync()
+
+    # ---- C
+
+    @cute.jit
+    def scan(self, view: RankView, inputs: RankInputs, storage, threads: Threads):
+        """All threads: what this rank's experts receive, into shared memory."""
+        experts = self.layout.num_local_experts
+        for expert in range(threads.idx, experts, threads.num_threads):
+            (storage.rows.data_ptr() + expert).store(Int32(0))
+            (storage.before.data_ptr() + expert).store(Int32(0))
+        if threads.idx < WARP_SIZE:
+            self.load_token_counts(view, inputs, storage)
+        threads.sync()
+        first, _ = self.share(view, storage)
+        for position in range(self.layout.num_ranks):
+            base = (storage.token_base.data_ptr() + position).load()
+            num_tokens = (storage.token_base.data_ptr() + position + 1).load() - base
+            source = protocol.source_rank(view.rank, position, self.layout.num_ranks)
+            self.count_source(view, inputs, storage, threads, source, num_tokens, first - base)
+        threads.sync()
+        self.sort_experts(storage, threads)
+        threads.sync()
+
+    @cute.jit
+    def load_token_counts(self, view: RankView, inputs: RankInputs, storage):
+        """One warp: tokens of the sources before each; none at all where a rank refused."""
+        lane, ranks = cute.arch.lane_idx(), self.layout.num_ranks
+        is_on = storage.alive.data_ptr().load()
+        counts = []
+        for first in cutlass.range_constexpr(0, ranks, WARP_SIZE):
+            num_tokens = Int32(0)
+            if first + lane < ranks:
+                source = protocol.source_rank(view.rank, first + lane, ranks)
+                num_tokens = self.token_count(view, inputs, source)
+                if num_tokens < 0:
+                    self.note(view, "status", num_tokens, "status_rank", source)
+            is_on = is_on & Int32(cute.arch.vote_all_sync(num_tokens >= 0))
+            counts.append(num_tokens)
+        base = Int32(0)
+        if lane == 0:
+            storage.token_base.data_ptr().store(base)
+        for i in cutlass.range_constexpr(len(counts)):
+            sums = counts[i] * is_on
+            for step in cutlass.range_constexpr(5):
+                from_below = cute.arch.shuffle_sync_up(sums, 1 << step)
+                if lane >= 1 << step:
+                    sums = sums + from_below
+            if i * WARP_SIZE + lane < ranks:
+                (storage.token_base.data_ptr() + i * WARP_SIZE + lane + 1).store(base + sums)
+            base = base + cute.arch.shuffle_sync(sums, WARP_SIZE - 1)
+
+    def token_count(self, view: RankView, inputs: RankInputs, source: Int32) -> Int32:
+        """Tokens of a rank, or -1 - code."""
+        if self.layout.num_ranks == 1:
+            return inputs.num_tokens
+        return (int32_ptr(view.address("num_tokens")) + source).load()
+
+    def share(self, view: RankView, storage):
+        """Bounds of the tokens, counted over all sources, that this CTA routes."""
+        num_tokens = (storage.token_base.data_ptr() + self.layout.num_ranks).load()
+        first, end = protocol.share_bounds(num_tokens, view.num_ctas, view.cta)
+        return first, cutlass.min(end, num_tokens)
+
+    @cute.jit
+    def count_source(
+        self, view, inputs, storage, threads, source: Int32, num_tokens: Int32, first_own: Int32
+    ):
+        """All slots of one source into the histograms. `first_own`: first token of the share."""
+        num_slots = num_tokens * self.layout.top_k
+        own_slot = first_own * self.layout.top_k
+        step = threads.num_threads * NUM_LOADS_IN_FLIGHT
+        for base in range(threads.idx, num_slots, step):
+            experts = []
+            for i in cutlass.range_constexpr(NUM_LOADS_IN_FLIGHT):
+                index = base + i * threads.num_threads
+                expert = Int32(-1)
+                if index < num_slots:
+                    expert = self.local_expert(view, inputs, source, index)
+                experts.append(expert)
+            for i in cutlass.range_constexpr(NUM_LOADS_IN_FLIGHT):
+                if experts[i] >= 0:
+                    _increment(storage.rows.data_ptr() + experts[i])
+                    if base + i * threads.num_threads < own_slot:
+                        _increment(storage.before.data_ptr() + experts[i])
+
+    @cute.jit
+    def sort_experts(self, storage, threads: Threads):
+        """Each expert's place, first row and first tile: sums over the experts before it."""
+        experts, width = self.layout.num_local_experts, self.layout.max_tile_width
+        rows = storage.rows.data_ptr()
+        for expert in range(threads.idx, experts, threads.num_threads):
+            mine = (rows + expert).load()
+            place, first_row, first_tile = Int32(0), Int32(0), Int32(0)
+            for other in range(experts):
+                theirs = (rows + other).load()
+                if (theirs > mine) | ((theirs == mine) & (other < expert)):
+                    place += 1
+                    first_row += theirs
+                    first_tile += schedule.num_token_tiles(theirs, width)
+            (storage.order.data_ptr() + place).store(Int32(expert))
+            (storage.first_row.data_ptr() + expert).store(first_row)
+            (storage.first_tile.data_ptr() + expert).store(first_tile)
+            before = (storage.before.data_ptr() + expert).load()
+            (storage.next_row.data_ptr() + expert).store(first_row + before)
+            if place == experts - 1:
+                storage.num_rows.data_ptr().store(first_row + mine)
+
+    @cute.jit
+    def place(self, view: RankView, inputs: RankInputs, storage):
+        """One warp, after `scan`: pool rows for the slots of this CTA's tokens, in order."""
+        top_k, capacity = self.layout.top_k, self.layout.max_tokens_per_rank
+        tokens_per_batch = WARP_SIZE // top_k
+        lane = cute.arch.lane_idx()
+        slot = lane % top_k
+        first, end = self.share(view, storage)
+        pool_row, src_meta = view.address("pool_row"), view.address("src_meta")
+        for base in range(first, end, tokens_per_batch):
+            token = base + lane // top_k
+            is_slot = (lane < tokens_per_batch * top_k) & (token < end)
+            source, token = self.find_source(view, storage, token)
+            expert = Int32(-1)
+            if is_slot:
+                expert = self.local_expert(view, inputs, source, token * top_k + slot)
+            same_expert = cute.arch.match_sync(FULL_MASK, expert)
+            num_below = Int32(cute.arch.popc(same_expert & cute.arch.lanemask_lt()))
+            row = Int32(NO_ROW)
+            if expert >= 0:
+                row = (storage.next_row.data_ptr() + expert).load() + num_below
+            cute.arch.sync_warp()
+            if (expert >= 0) & (num_below == 0):
+                next_row = row + Int32(cute.arch.popc(same_expert))
+                (storage.next_row.data_ptr() + expert).store(next_row)
+            first_row_of_token = Int32(NO_ROW)
+            for k in cutlass.range_constexpr(top_k):
+                other = cute.arch.shuffle_sync(row, lane // top_k * top_k + k)
+                first_row_of_token = cutlass.min(first_row_of_token, other)
+            is_lead = Int32((source == view.rank) | (row == first_row_of_token))
+            index = protocol.slot_index(source, token, slot, capacity, top_k)
+            meta = Int64(view.step) << 32 | Int64(index)
+            if is_slot:
+                value = Int32(-1)
+                if expert >= 0:
+                    value = row
+                (int32_ptr(pool_row) + index).store(value)
+            if (expert >= 0) & (is_lead == 0):
+                (int64_ptr(src_meta) + row).store(meta)
+            cute.arch.sync_warp()
+            if (expert >= 0) & (is_lead == 1):
+                # Whoever pulls the row relies on all that the warp has written for its token.
+                entry = int64_ptr(src_meta) + row
+                meta = meta | Int64(protocol.LEAD_BIT)
+                cute.arch.store(entry, meta, sem="release", scope="gpu")
+
+    @cute.jit
+    def find_source(self, view: RankView, storage, token: Int32):
+        """(source rank, its token) of a token counted over all sources."""
+        position = Int32(0)
+        for other in cutlass.range(1, self.layout.num_ranks, unroll=1):
+            if token >= (storage.token_base.data_ptr() + other).load():
+                position = Int32(other)
+        source = protocol.source_rank(view.rank, position, self.layout.num_ranks)
+        return source, token - (storage.token_base.data_ptr() + position).load()
+
+    # ---- D
+
+    @cute.jit
+    def pull(self, view, inputs, storage, buffers: Int32, worker: Int32, num_workers: Int32):
+        """One warp: this worker's rows, every `num_workers`-th, from their source into the pool.
+
+        buffers   shared memory address of NUM_ROW_BUFFERS rows, aligned to 16 bytes
+        Load of a row, store of the one before and arrival of the one before that overlap.
+        """
+        lane = cute.arch.lane_idx()
+        num_rows = storage.num_rows.data_ptr().load()
+        # Of the token being loaded, and of the one being stored: the lane's row and its tile.
+        loaded_row, loaded_tile = Int32(-1), Int32(0)
+        stored_row, stored_tile = Int32(-1), Int32(0)
+        num_loaded = Int32(0)
+        alive = Int32(1)
+        # Sources were written by the generic proxy and are read by bulk copies.
+        cute.arch.fence_proxy("async.global")
+        for base in range(worker, num_rows, num_workers * WARP_SIZE):
+            row = base + lane * num_workers
+            meta = Int32(0)
+            if row < num_rows:
+                entry = view.address("src_meta") + Int64(row) * 8
+                has_route, low = view.watch.wait_tag(entry, view.step, Phase.ROUTE, view.rank)
+                meta = low * has_route
+                alive = alive & has_route
+            alive = Int32(cute.arch.vote_all_sync(alive == 1))
+            cute.arch.sync_warp()
+            leads = Uint32(cute.arch.vote_ballot_sync((meta < 0) & (alive == 1)))
+            while leads != 0:
+                lead = Int32(cute.arch.popc((leads & (0 - leads)) - 1))
+                leads = leads & (leads - 1)
+                next_row, next_tile, address = self.find_rows(
+                    *(view, inputs, storage, lane),
+                    cute.arch.shuffle_sync(row, lead),
+                    cute.arch.shuffle_sync(meta, lead) & protocol.SLOT_MASK,
+                )
+                self.publish(view, stored_row, stored_tile)
+                self.load_row(storage, buffers, address, num_loaded, lane)
+                if num_loaded > 0:
+                    alive = alive & self.store_row(
+                        view, storage, buffers, loaded_row, num_loaded - 1
+                    )
+                stored_row, stored_tile = loaded_row, loaded_tile
+                loaded_row, loaded_tile = next_row, next_tile
+                num_loaded += 1
+        self.publish(view, stored_row, stored_tile)
+        if num_loaded > 0:
+            self.store_row(view, storage, buffers, loaded_row, num_loaded - 1)
+        self.publish(view, loaded_row, loaded_tile)
+
+    @cute.jit
+    def find_rows(self, view, inputs, storage, lane: Int32, row: Int32, index: Int32):
+        """Pool row (or -1) and token tile of each lane for the token of a lead row, and its
+        address."""
+        layout = self.layout
+        source, token, slot = protocol.slot_source(index, layout.max_tokens_per_rank, layout.top_k)
+        own_row = Int32(-1)
+        if source == view.rank:
+            if lane == 0:
+                own_row = row
+        elif lane < layout.top_k:
+            slots = view.address("pool_row")
+            own_row = (int32_ptr(slots) + (index - slot) + lane).load()
+            slot = lane
+        tile = Int32(0)
+        if own_row >= 0:
+            slot_of_source = token * layout.top_k + slot
+            expert = self.local_expert(view, inputs, source, slot_of_source)
+            tile, _ = self.tile_of(storage, expert, own_row)
+        if const_expr(layout.num_ranks > 1):
+            address = view.peer_address(source, "x_stage")
+        else:
+            address = inputs.x
+        return own_row, tile, address + Int64(token) * self.row_bytes
+
+    @cute.jit
+    def tile_of(self, storage, expert: Int32, row: Int32):
+        """Counter index of a pool row's token tile, and rows of that tile."""
+        num_rows = (storage.rows.data_ptr() + expert).load()
+        num_tiles = schedule.num_token_tiles(num_rows, self.layout.max_tile_width)
+        share, _ = schedule.tile_rows(1, num_rows, num_tiles)
+        tile = (row - (storage.first_row.data_ptr() + expert).load()) // share
+        _, tile_rows = schedule.tile_rows(tile, num_rows, num_tiles)
+        return (storage.first_tile.data_ptr() + expert).load() + tile, tile_rows
+
+    @cute.jit
+    def load_row(self, storage, buffers: Int32, address: Int64, num_loaded: Int32, lane: Int32):
+        """Lane 0: source row -> buffer."""
+        buffer = num_loaded % NUM_ROW_BUFFERS
+        if lane == 0:
+            mbarrier = storage.copied.data_ptr() + buffer
+            cute.arch.mbarrier_arrive_and_expect_tx(mbarrier, self.row_bytes)
+            ptx.bulk_copy_g2s(
+                *(buffers + buffer * self.row_bytes, address),
+                *(Int32(self.row_bytes), mbarrier.toint()),
+            )
+
+    @cute.jit
+    def store_row(self, view: RankView, storage, buffers: Int32, row: Int32, position: Int32):
+        """Each lane: the row loaded at `position` of this worker -> its pool row. 0 if given up."""
+        buffer = position % NUM_ROW_BUFFERS
+        parity = (position // NUM_ROW_BUFFERS) & 1
+        mbarrier = storage.copied.data_ptr() + buffer
+        alive = view.watch.wait_mbarrier(mbarrier, parity, Phase.COPY, view.rank)
+        if (row >= 0) & (alive == 1):
+            target = view.address("pool") + Int64(row) * self.row_bytes
+            ptx.bulk_copy_s2g(target, buffers + buffer * self.row_bytes, Int32(self.row_bytes))
+        cute.arch.cp_async_bulk_commit_group()
+        return alive
+
+    @cute.jit
+    def publish(self, view: RankView, row: Int32, tile: Int32):
+        """Each lane: its stored row is in the pool; then the buffer may be filled again."""
+        cute.arch.cp_async_bulk_wait_group(0)
+        if row >= 0:
+            # FC1 reads the pool by tensor copies, also an async proxy.
+            cute.arch.fence_proxy("async.global")
+            count(view.counter(self.layout.counters.tokens_arrived + tile), 1)
+        cute.arch.sync_warp()
+
+    # ---- routing ids
+
+    def ids_offset(self, rank: Int32) -> Int64:
+        """Bytes of a rank's part of the region ids."""
+        return Int64(rank) * (self.layout.max_tokens_per_rank * self.layout.top_k * 4)
+
+    @cute.jit
+    def local_expert(self, view: RankView, inputs: RankInputs, source: Int32, index) -> Int32:
+        """Local expert of a source's slot token * K + slot; -1 for one of another rank."""
+        if const_expr(self.layout.num_ranks > 1):
+            ids = view.address("ids") + self.ids_offset(source)
+            expert = (int32_ptr(ids) + index).load()
+        else:
+            expert = self.checked_id(view, inputs.topk_ids, index)
+        share, extra = divmod(self.num_experts, self.layout.num_ranks)
+        first = view.rank * share + cutlass.min(view.rank, Int32(extra))
+        num_local = share + Int32(view.rank < extra)
+        local = expert - first
+        if (local < 0) | (local >= num_local):
+            local = Int32(-1)
+        return local
+
+    def load_id(self, topk_ids: Int64, index):
+        """The caller's id in its own width."""
+        dtype = Int64 if self.ids_are_int64 else Int32
+        return (cute.make_ptr(dtype, topk_ids, cute.AddressSpace.gmem) + index).load()
+
+    @cute.jit
+    def checked_id(self, view: RankView, topk_ids: Int64, index) -> Int32:
+        """The caller's id, -1 where it is masked or, noted for the host, not an expert."""
+        loaded = self.load_id(topk_ids, index)
+        expert = Int32(-1)
+        # Compared in the ids' own width: 2**32 + 1 is not expert 1.
+        if loaded >= self.num_experts:
+            self.note(view, "bad_slot", Int32(index) + 1, "bad_id", Int32(loaded))
+        elif loaded >= 0:
+            expert = Int32(loaded)
+        return expert
+
+    @cute.jit
+    def note(self, view, name: cutlass.Constexpr, value, other_name: cutlass.Constexpr, other):
+        """Two words of the rank's record, for the host to find later."""
+        record = int32_ptr(view.watch.record)
+        cute.arch.store(record + FIELDS.index(other_name), Int32(other), sem="relaxed", scope="sys")
+        cute.arch.store(record + FIELDS.index(name), Int32(value), sem="release", scope="sys")
+
+
+def _increment(pointer: cute.Pointer) -> None:
+    cute.arch.atomic_add(pointer, Int32(1), sem="relaxed", scope="cta")
