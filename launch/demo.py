@@ -32,11 +32,11 @@ from moe_ep.comm.group import EpGroup
 from moe_ep.config import Backend
 from moe_ep.launch import bootstrap, torchrun
 from moe_ep.launch.backends import BACKENDS, named_backend
+from moe_ep.launch.demo_report import Deviation, Report, show
 from moe_ep.megakernel.problem import owned_experts
 
 NUM_LAYERS, NUM_EXPERTS, TOP_K = 3, 16, 4
 MAX_POSITIONS = 1024  # bytes of a prompt and its continuation
-MAX_MEAN_RATIO, MAX_LARGEST_RATIO = 1.0, 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,73 +80,6 @@ class Generation:
     logits: list[torch.Tensor]  # per prompt BF16 [L + n - 1, V], of every position seen
     prompt_seconds: float
     decode_seconds: float  # for n - 1 tokens of each prompt: the first one comes with the prompt
-
-
-@dataclass
-class Deviation:
-    """|a - b| of two runs' logits over the same tokens, and how many routings differ."""
-
-    total: float = 0.0
-    count: int = 0
-    largest: float = 0.0
-    flips: int = 0
-    routings: int = 0
-
-    def __add__(self, other: "Deviation") -> "Deviation":
-        return Deviation(
-            self.total + other.total,
-            self.count + other.count,
-            max(self.largest, other.largest),
-            self.flips + other.flips,
-            self.routings + other.routings,
-        )
-
-    @property
-    def mean(self) -> float:
-        return self.total / self.count
-
-
-@dataclass
-class Report:
-    """What the demo found; `failures` is empty when it passed."""
-
-    backend: str
-    device: str
-    num_ranks: int
-    num_prompts: int
-    prompt_bytes: int
-    new_tokens: int  # of all prompts together
-    prompt_bytes_per_s: float
-    tokens_per_s: float
-    one_rank_tokens_per_s: float
-    tokens_per_expert: list[int]  # over all ranks and layers
-    owner_of_expert: list[int]
-    difference: Deviation  # replaced model against the untouched one, both BF16
-    noise: Deviation  # untouched model, BF16 against FP32
-    logits_identical: bool
-    tokens_identical: bool
-    digest: str  # SHA-256 of logits and tokens; equal for any number of ranks
-
-    @property
-    def mean_ratio(self) -> float:
-        return self.difference.mean / self.noise.mean
-
-    @property
-    def largest_ratio(self) -> float:
-        return self.difference.largest / self.noise.largest
-
-    def failures(self) -> list[str]:
-        """Why the demo did not pass, one sentence each. A NaN anywhere fails too."""
-        reasons = []
-        if not self.logits_identical:
-            reasons.append("logits differ from the run on one rank")
-        if not self.tokens_identical:
-            reasons.append("tokens differ from the run on one rank")
-        if not self.mean_ratio <= MAX_MEAN_RATIO:
-            reasons.append(f"mean ratio {self.mean_ratio:.2f} is above {MAX_MEAN_RATIO:g}")
-        if not self.largest_ratio <= MAX_LARGEST_RATIO:
-            reasons.append(f"largest ratio {self.largest_ratio:.2f} is above {MAX_LARGEST_RATIO:g}")
-        return reasons
 
 
 def run_on_rank(
@@ -382,62 +315,3 @@ def _digest(logits: torch.Tensor, tokens: torch.Tensor) -> str:
     digest = hashlib.sha256(logits.view(torch.int16).numpy().tobytes())
     digest.update(tokens.numpy().tobytes())
     return digest.hexdigest()
-
-
-def show(report: Report) -> None:
-    """Print the report to standard output."""
-    from rich.bar import Bar
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    console.print(report.backend, markup=False, highlight=False, soft_wrap=True)
-    speed = Table.grid(padding=(0, 2))
-    speed.add_row("ranks", f"{report.num_ranks} on {report.device}")
-    speed.add_row(
-        "text",
-        f"{report.prompt_bytes} bytes in {report.num_prompts} prompts, "
-        f"{report.prompt_bytes_per_s:.0f} bytes/s",
-    )
-    speed.add_row(
-        "generated",
-        f"{report.new_tokens} tokens, {report.tokens_per_s:.1f} tokens/s "
-        f"(one rank: {report.one_rank_tokens_per_s:.1f})",
-    )
-    console.print(speed)
-
-    experts = Table(title="tokens per expert, all layers", title_justify="left", box=None)
-    for name in ("expert", "rank", "tokens"):
-        experts.add_column(name, justify="right")
-    experts.add_column("")
-    most = max(report.tokens_per_expert)
-    colors = ("cyan", "magenta", "green", "yellow")
-    for expert_idx, count in enumerate(report.tokens_per_expert):
-        rank = report.owner_of_expert[expert_idx]
-        bar = Bar(most, 0, count, width=40, color=colors[rank % len(colors)])
-        experts.add_row(str(expert_idx), str(rank), str(count), bar)
-    console.print(experts)
-
-    logits = Table(title="logits", title_justify="left", box=None)
-    for name in ("", "mean", "largest", "router flips"):
-        logits.add_column(name, justify="right" if name else "left")
-    for name, deviation in (
-        ("moe-ep against the untouched model", report.difference),
-        ("untouched model, BF16 against FP32", report.noise),
-    ):
-        flips = f"{deviation.flips} of {deviation.routings}"
-        logits.add_row(name, f"{deviation.mean:.3e}", f"{deviation.largest:.3e}", flips)
-    ratios = f"{report.mean_ratio:.2f}", f"{report.largest_ratio:.2f}"
-    logits.add_row("ratio", *ratios)
-    logits.add_row("allowed", f"{MAX_MEAN_RATIO:.2f}", f"{MAX_LARGEST_RATIO:.2f}")
-    console.print(logits)
-
-    for name, identical in (
-        ("logits", report.logits_identical),
-        ("tokens", report.tokens_identical),
-    ):
-        word = "[green]bit-identical[/] to" if identical else "[red]different[/] from"
-        console.print(f"{name} are {word} the run on one rank")
-    console.print(f"digest {report.digest}", highlight=False)
-    for reason in report.failures():
-        console.print(f"[red]failed:[/] {reason}")

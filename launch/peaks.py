@@ -46,13 +46,13 @@ def _measured(device: torch.device) -> Peaks:
     target = torch.empty_like(source)
     matmul_s = _best_seconds(lambda: a @ a, device)
     copy_s = _best_seconds(lambda: target.copy_(source), device)
-    threads = "" if on_gpu else f", {torch.get_num_threads()} threads"
+    threads = "" if on_gpu else f", threads={torch.get_num_threads()}"
     return Peaks(2 * num_bytes / copy_s, 2 * size**3 / matmul_s, f"measured{threads}")
 
 
 def _best_seconds(call: Callable[[], object], device: torch.device) -> float:
     seconds = []
-    for _ in range(10):
+    for _ in range(5):
         start = time.perf_counter()
         call()
         if device.type == "cuda":

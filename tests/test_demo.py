@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_ep.launch import demo
-from moe_ep.launch.demo import Deviation, Report
+from moe_ep.launch.demo_report import Deviation, Report
 
 PASSED = Report(
     backend="split",
