@@ -297,7 +297,9 @@ class MoEWeights:
             return [(slice(None), self.down_scale[local_expert_idx])]
         gate_rows = self.fc1_rows - self.local_intermediate
         up = (slice(gate_rows, None), self.up_scale[local_expert_idx])
-        return [(slice(0, gate_rows), self.gate_scale[local_expert_idx]), up][-self.num_halves :]
+        if not self.is_gated:
+            return [up]
+        return [(slice(0, gate_rows), self.gate_scale[local_expert_idx]), up]
 
     def shard(self, parallel: str, rank: int, num_ranks: int) -> "MoEWeights":
         """What `rank` of `num_ranks` holds of full weights, as fresh tensors.
