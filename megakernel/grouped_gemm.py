@@ -15,6 +15,7 @@ from moe_ep.megakernel.formats import BLOCK_ROWS, TILE_FORMATS, PreparedWeights,
 from moe_ep.megakernel.knobs import (
     KNOB_TABLE,
     MAX_LOCAL_EXPERTS,
+    MAX_SMEM_BYTES,
     KernelKnobs,
     choose_knobs,
 )
@@ -47,6 +48,15 @@ class GemmSpec:
     num_experts: int
     scatters_rows: bool
     knobs: KernelKnobs
+
+    def __post_init__(self) -> None:
+        needed = self.knobs.smem_bytes(self.weights_format, self.num_experts)
+        if needed > MAX_SMEM_BYTES:
+            raise MoEEpConfigError(
+                f"knobs with {self.knobs.stages} stages of {self.weights_format} and "
+                f"{self.num_experts} experts need {needed} bytes of shared memory; allowed: "
+                f"{MAX_SMEM_BYTES}"
+            )
 
     @property
     def is_paired(self) -> bool:

@@ -92,7 +92,7 @@ class GroupedGemmSm90:
             # ring full, ring empty; record full, record empty
             bars: cute.struct.MemRange[Int64, 2 * stages + 2 * NUM_RECORDS]
             records: cute.struct.MemRange[Int32, NUM_RECORDS * RECORD_WORDS]
-            num_rows: cute.struct.MemRange[Int32, experts]
+            offsets: cute.struct.MemRange[Int32, experts + 1]
             order: cute.struct.MemRange[Int32, experts]
             item_end: cute.struct.MemRange[Int32, experts]
             tokens: cute.struct.Align[
@@ -162,7 +162,7 @@ class GroupedGemmSm90:
         if warpgroup_idx == 0:
             cute.arch.setmaxregister_decrease(self.knobs.producer_registers)
             if warp == 0:
-                self.weights_role(storage, bars, ring_words, weights, offsets, counters)
+                self.weights_role(storage, bars, ring_words, weights, counters)
             elif warp == 1:
                 self.tokens_role(storage, bars, copies)
         else:
@@ -196,27 +196,29 @@ class GroupedGemmSm90:
         An expert's place is the number of experts before it, the items up to and with it those of
         all experts not after it: one pass over the counts, no scan.
         """
-        num_rows = storage.num_rows.data_ptr()
+        first_row = storage.offsets.data_ptr()
         order = storage.order.data_ptr()
         item_end = storage.item_end.data_ptr()
         experts, threads = self.spec.num_experts, self.knobs.num_threads
         width = self.knobs.max_tile_width
-        first = cute.make_tensor(offsets, cute.make_layout(experts + 1))
-        for expert in cutlass.range(tidx, experts, threads, unroll=1):
-            (num_rows + expert).store(first[expert + 1] - first[expert])
+        for expert in cutlass.range(tidx, experts + 1, threads, unroll=1):
+            (first_row + expert).store((offsets + expert).load())
         cute.arch.sync_threads()
         for expert in cutlass.range(tidx, experts, threads, unroll=1):
-            mine = (num_rows + expert).load()
+            mine = (first_row + expert + 1).load() - (first_row + expert).load()
             place = Int32(0)
-            tiles = (mine + width - 1) // width
+            tiles = schedule.num_token_tiles(mine, width)
+            first = first_row.load()
             for other in cutlass.range(experts, unroll=4):
-                rows = (num_rows + other).load()
+                end = (first_row + other + 1).load()
+                rows = end - first
+                first = end
                 is_before = rows > mine
                 if rows == mine:
                     is_before = other < expert
                 if is_before:
                     place += 1
-                    tiles += (rows + width - 1) // width
+                    tiles += schedule.num_token_tiles(rows, width)
             (order + place).store(Int32(expert))
             (item_end + place).store(tiles * self.row_items)
         cute.arch.sync_threads()
@@ -224,7 +226,7 @@ class GroupedGemmSm90:
     # ---- warp 0
 
     @cute.jit
-    def weights_role(self, storage, bars, ring_words, weights, offsets, counters):
+    def weights_role(self, storage, bars, ring_words, weights, counters):
         """Weight warp: takes items, publishes their records, streams their weights."""
         lane = cute.arch.lane_idx()
         bid, _, _ = cute.arch.block_idx()
@@ -239,7 +241,7 @@ class GroupedGemmSm90:
         position = Int32(bid)
         while position < num_listed:
             expert, first_slice, num_slices, first_row, num_rows = self.find_item(
-                storage, offsets, position, num_items, num_halved, lane
+                storage, position, num_items, num_halved, lane
             )
             cute.arch.mbarrier_wait(records + NUM_RECORDS + record, record_phase)
             if lane == 0:
@@ -274,7 +276,7 @@ class GroupedGemmSm90:
                 (counters + 1).store(Int32(0))
 
     @cute.jit
-    def find_item(self, storage, offsets, position, num_items, num_halved, lane):
+    def find_item(self, storage, position, num_items, num_halved, lane):
         """The record of a list position; the whole warp computes it."""
         item_end = storage.item_end.data_ptr()
         item, part = schedule.listed_item(position, num_items, num_halved)
@@ -287,14 +289,14 @@ class GroupedGemmSm90:
         expert = (storage.order.data_ptr() + place).load()
         if place > 0:
             item -= (item_end + place - 1).load()
-        rows = (storage.num_rows.data_ptr() + expert).load()
+        expert_row = (storage.offsets.data_ptr() + expert).load()
+        rows = (storage.offsets.data_ptr() + expert + 1).load() - expert_row
         num_tiles = schedule.num_token_tiles(rows, self.knobs.max_tile_width)
         first_slice, num_slices = schedule.item_slices(
             item // num_tiles, part, Int32(self.num_slices), self.knobs.slices_per_item
         )
         first, num_rows = schedule.tile_rows(item % num_tiles, rows, num_tiles)
-        first_row = (offsets + expert).load() + first
-        return expert, first_slice, num_slices, first_row, num_rows
+        return expert, first_slice, num_slices, expert_row + first, num_rows
 
     # ---- warp 1
 

@@ -6,11 +6,11 @@ from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.megakernel.formats import TILE_COLS, TILE_FORMATS, TILE_ROWS
 from moe_ep.megakernel.schedule import TOKEN_STEP
 
-# Shared memory of one CTA on sm_90, less what barriers, records and the expert order take.
+# Shared memory of one CTA on sm_90.
 MAX_SMEM_BYTES = 227 * 1024
 REGISTERS_PER_SM = 65536
 THREADS_PER_WARPGROUP = 128
-MAX_LOCAL_EXPERTS = 512
+MAX_LOCAL_EXPERTS = 384
 BF16_BYTES = 2
 
 
@@ -82,6 +82,10 @@ class KernelKnobs:
     @property
     def slice_rows(self) -> int:
         return TILE_ROWS * self.num_math_warpgroups
+
+    def smem_bytes(self, weights_format: str, num_experts: int) -> int:
+        """Ring, expert order (three words each), and room for barriers, records and alignment."""
+        return self.stages * self.stage_bytes(weights_format) + 12 * num_experts + 1536
 
     def stage_bytes(self, weights_format: str) -> int:
         tiles = self.num_math_warpgroups * self.slices_per_item

@@ -48,12 +48,13 @@ def tile_rows(tile, num_rows, num_tiles):
 
 
 def num_halved_items(num_items, num_ctas, slices_per_item):
-    """How many items at the end of the list are cut in half.
+    """How many items at the end of the list are cut in half: a last wave that half fills the CTAs.
 
-    All of them when there are fewer items than CTAs (a CTA alone cannot pull its share of HBM),
-    else about half a wave: more would pay the token traffic of a half-height item for nothing.
+    Cut in two it takes half the time. A fuller wave gains nothing, and a half-height item pays the
+    token traffic of a full one.
     """
-    return select(num_items <= num_ctas, num_items, num_ctas // 2) * (slices_per_item - 1)
+    last_wave = num_items % num_ctas
+    return last_wave * (2 * last_wave <= num_ctas) * (slices_per_item - 1)
 
 
 def listed_item(index, num_items, num_halved):
