@@ -186,6 +186,7 @@ def _compile_in_process(kernels: Sequence[KernelBuild], on_compiled: Callable[[]
         ) as worker,
     ):
         watchdog = threading.Timer(COMPILE_TIMEOUT_S * len(kernels), worker.kill)
+        watchdog.daemon = True
         watchdog.start()
         with suppress(BrokenPipeError):  # it ended at once; its messages say why
             worker.stdin.write(pickle.dumps((SOURCE_DIGEST, kernels)))

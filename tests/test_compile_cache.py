@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ep.comm.errors import MoEEpError
+from moe_ep.comm.errors import MoEEpError, MoEEpTimeoutError
 from moe_ep.megakernel import compile_cache
 from moe_ep.megakernel.compile_cache import KernelBuild, compile_all, load, object_file
 
@@ -52,6 +52,13 @@ def fake(tmp_path, monkeypatch):
 def num_builds(tmp_path: Path) -> int:
     log = tmp_path / "log"
     return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def wait_for_build(tmp_path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while num_builds(tmp_path) == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def ask_in_process(config: str) -> subprocess.Popen:
@@ -131,10 +138,7 @@ def test_four_processes_and_four_threads_compile_once(fake, tmp_path):
 
 def test_killed_compile_leaves_neither_a_lock_nor_an_entry(fake, tmp_path):
     process = ask_in_process("n=8, seconds=600")
-    deadline = time.monotonic() + 60
-    while num_builds(tmp_path) == 0:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for_build(tmp_path)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
     same_entry = KernelBuild("fake", {"n": 8, "seconds": 600}, fake.Compiled)
@@ -142,6 +146,19 @@ def test_killed_compile_leaves_neither_a_lock_nor_an_entry(fake, tmp_path):
     assert object_file(same_entry).read_bytes().startswith(same_entry.symbol.encode())
     assert time.monotonic() - start < 10
     assert list((tmp_path / "cache").glob("*.partial")) == []
+
+
+def test_lock_that_is_never_given_back_is_a_time_out_that_names_it(fake, tmp_path, monkeypatch):
+    holder = ask_in_process("n=8, seconds=600")
+    try:
+        wait_for_build(tmp_path)
+        monkeypatch.setattr(compile_cache, "COMPILE_TIMEOUT_S", 0.2)
+        with pytest.raises(MoEEpTimeoutError, match=r"fake_\w+\.lock") as error:
+            object_file(fake.kernel(n=8, seconds=600))
+        assert error.value.phase == "compile"
+    finally:
+        holder.kill()
+        holder.communicate(timeout=60)
 
 
 def test_remains_of_a_killed_write_are_replaced(fake, tmp_path):
