@@ -53,8 +53,7 @@ class Liveness:
 
     def __init__(self, group: EpGroup, layer_id: int, timeout_s: float) -> None:
         self._group = group
-        # A clone: the thread of an unanswered question must not hold the process group's own.
-        self._store = dist.PrefixStore(f"moe_ep/layer{layer_id}", group.store.clone())
+        self._store = dist.PrefixStore(f"moe_ep/layer{layer_id}", group.store)
         self._timeout_s = timeout_s
 
     def failed_elsewhere(self) -> bool:

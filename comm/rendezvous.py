@@ -5,8 +5,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
 from moe_ep.comm.errors import MoEEpTimeoutError
 from moe_ep.comm.group import EpGroup
 from moe_ep.comm.liveness import GRACE_S, StoreLostError, ask_store
@@ -17,7 +15,7 @@ def next_layer_id(group: EpGroup, timeout_s: float) -> int:
     if group.num_ranks == 1:
         return 1
     key = f"moe_ep/num_layers/{group.rank}"
-    return _ask(group, lambda store: store.add(key, 1), "construction", timeout_s)
+    return _ask(lambda: group.store.add(key, 1), "construction", timeout_s)
 
 
 def exchange_records(group: EpGroup, name: str, record: Any, timeout_s: float) -> list[Any]:
@@ -30,7 +28,8 @@ def exchange_records(group: EpGroup, name: str, record: Any, timeout_s: float) -
         return [record]
     keys = [f"moe_ep/{name}/{rank}" for rank in range(group.num_ranks)]
 
-    def publish_and_read(store: dist.Store) -> tuple[list[int], list[bytes]]:
+    def publish_and_read() -> tuple[list[int], list[bytes]]:
+        store = group.store
         store.set(keys[group.rank], json.dumps(record))
         try:
             store.wait(keys, timedelta(seconds=timeout_s))
@@ -40,7 +39,7 @@ def exchange_records(group: EpGroup, name: str, record: Any, timeout_s: float) -
                 return late, []
         return [], store.multi_get(keys)
 
-    late, values = _ask(group, publish_and_read, name, timeout_s + GRACE_S)
+    late, values = _ask(publish_and_read, name, timeout_s + GRACE_S)
     if late:
         names = ", ".join(group.rank_name(rank) for rank in late)
         raise MoEEpTimeoutError(
@@ -51,10 +50,9 @@ def exchange_records(group: EpGroup, name: str, record: Any, timeout_s: float) -
     return [json.loads(value) for value in values]
 
 
-def _ask(group: EpGroup, question: Callable[[dist.Store], Any], name: str, timeout_s: float) -> Any:
-    store = group.store.clone()  # of the asking thread alone
+def _ask(question: Callable[[], Any], name: str, timeout_s: float) -> Any:
     try:
-        return ask_store(lambda: question(store), timeout_s)
+        return ask_store(question, timeout_s)
     except StoreLostError as error:
         raise MoEEpTimeoutError(
             f"{name}: the store that the ranks share is lost ({error})", phase=name

@@ -98,7 +98,6 @@ class MoEEpLayer(torch.nn.Module):
     def group(self) -> EpGroup:
         return self._group
 
-    @torch.no_grad()
     def forward(
         self,
         inputs: MoEInputs,
@@ -122,7 +121,8 @@ class MoEEpLayer(torch.nn.Module):
                 self._check_call(inputs, out, bound)
             except MoEEpConfigError as refusal:
                 self._backend.refuse(str(refusal))
-            y_TH = self._backend.forward(inputs, bound)
+            with torch.no_grad():
+                y_TH = self._backend.forward(inputs, bound)
         except MoEEpConfigError:
             raise  # all ranks raise it, so they are still in step
         except BaseException as error:
