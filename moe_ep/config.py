@@ -1,8 +1,8 @@
 """Which backend runs the layer, and how. Checking a configuration needs no GPU and no library.
 
-    "auto"                                       the first that can run
-    MegaConfig(megakernel=MegaKernelConfig())    one fused launch over NVSHMEM
-    SplitConfig(comm=..., kernel=...)            transport and grouped GEMMs as separate steps
+"auto"                                       the first that can run
+MegaConfig(megakernel=MegaKernelConfig())    one fused launch over NVSHMEM
+SplitConfig(comm=..., kernel=...)            transport and grouped GEMMs as separate steps
 """
 
 from dataclasses import dataclass, field
