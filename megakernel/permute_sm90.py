@@ -232,21 +232,22 @@ class PermuteKernel:
                     expert = (ids + slot).load()
                 loaded.append(expert)
             for i in cutlass.range_constexpr(NUM_IDS_IN_FLIGHT):
-                slot = base + i * NUM_THREADS + thread_idx
-                # Compared in the ids' own width: 2**32 + 1 is not expert 1.
-                local_expert = Int32(-1)
-                if loaded[i] >= first_expert:
-                    if loaded[i] < first_expert + self.num_local_experts:
-                        local_expert = Int32(loaded[i] - first_expert)
-                if loaded[i] >= num_experts:
-                    cute.arch.atomic_min(s_first_bad.iterator, slot, sem="relaxed", scope="cta")
-                if local_expert >= 0:
-                    if slot < first_slot:
-                        increment(s_before.iterator + local_expert)
-                    else:
-                        increment(s_rest.iterator + local_expert)
-                if (slot >= first_slot) & (slot < last_slot):
-                    s_row_of_slot[slot - first_slot] = local_expert
+                if base + i * NUM_THREADS < num_slots:
+                    slot = base + i * NUM_THREADS + thread_idx
+                    # Compared in the ids' own width: 2**32 + 1 is not expert 1.
+                    local_expert = Int32(-1)
+                    if loaded[i] >= first_expert:
+                        if loaded[i] < first_expert + self.num_local_experts:
+                            local_expert = Int32(loaded[i] - first_expert)
+                    if loaded[i] >= num_experts:
+                        cute.arch.atomic_min(s_first_bad.iterator, slot, sem="relaxed", scope="cta")
+                    if local_expert >= 0:
+                        if slot < first_slot:
+                            increment(s_before.iterator + local_expert)
+                        else:
+                            increment(s_rest.iterator + local_expert)
+                    if (slot >= first_slot) & (slot < last_slot):
+                        s_row_of_slot[slot - first_slot] = local_expert
 
     @cute.jit
     def scan(
