@@ -18,6 +18,7 @@ class EpGroup:
     process_group     moves the bytes; None for one rank without torch.distributed
     store             keys and values of this group alone; None as above
     global_ranks      rank in the job of each rank of the group
+    is_virtual        all ranks live in this process, see `virtual`
     """
 
     rank: int
@@ -26,11 +27,29 @@ class EpGroup:
     process_group: dist.ProcessGroup | None = None
     store: dist.Store | None = None
     global_ranks: tuple[int, ...] = (0,)
+    is_virtual: bool = False
 
     @classmethod
     def single(cls, device: torch.device | str) -> "EpGroup":
         """One rank without a process group: plain `python`."""
         return cls(rank=0, num_ranks=1, device=_with_index(torch.device(device)))
+
+    @classmethod
+    def virtual(cls, num_ranks: int, device: torch.device | str = "cuda") -> "EpGroup":
+        """`num_ranks` ranks of one launch on one GPU, each with some of its SMs.
+
+        For tests: the protocols of 2, 4 or 8 ranks run without a second GPU. Inputs and outputs of
+        the ranks are stacked. Raises `MoEEpConfigError` for less than 2 ranks.
+        """
+        if num_ranks < 2:
+            raise MoEEpConfigError(f"num_ranks must be at least 2, got {num_ranks}")
+        return cls(
+            rank=0,
+            num_ranks=num_ranks,
+            device=_with_index(torch.device(device)),
+            global_ranks=tuple(range(num_ranks)),
+            is_virtual=True,
+        )
 
     @classmethod
     def from_process_group(

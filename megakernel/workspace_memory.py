@@ -1,0 +1,86 @@
+"""The regions of `workspace.py` in a GPU's memory, shared by all layers of one geometry."""
+
+import torch
+
+from moe_ep.comm.errors import MoEEpConfigError
+from moe_ep.comm.group import EpGroup
+from moe_ep.comm.post_mortem import PostMortem
+from moe_ep.comm.symmetric import heap_of
+from moe_ep.megakernel.protocol import Phase
+from moe_ep.megakernel.workspace import Workspace
+
+_DTYPES = {"int32": torch.int32, "int64": torch.int64, "bfloat16": torch.bfloat16}
+PHASE_NAMES = {int(phase): phase.name.lower() for phase in Phase}
+
+
+class WorkspaceMemory:
+    """One rank's memory, or that of all ranks of a virtual group ("launched" ranks).
+
+    heaps        [R] int64 on the GPU, address of each rank's symmetric regions
+    local        [launched, bytes] uint8, local regions
+    post_mortem  what waits that ran out of time leave behind
+
+    Collective over `group`. Raises `MoEEpConfigError` naming the bytes where they do not fit.
+    """
+
+    def __init__(self, group: EpGroup, layout: Workspace, name: str = "workspace") -> None:
+        self.group, self.layout = group, layout
+        self.num_launched = group.num_ranks if group.is_virtual else 1
+        num_symmetric, num_local = layout.num_bytes("symmetric"), layout.num_bytes("local")
+        self._heap = heap_of(group)
+        try:
+            self._symmetric = self._heap.allocate(group, name, num_symmetric)
+            self.local = torch.zeros(
+                self.num_launched, num_local, dtype=torch.uint8, device=group.device
+            )
+        except torch.OutOfMemoryError as error:
+            raise MoEEpConfigError(
+                f"the workspace needs {num_symmetric} bytes of symmetric and {num_local} of local "
+                f"memory for each rank on {group.device}, which are not free; lower "
+                f"max_tokens_per_rank, {layout.max_tokens_per_rank}"
+            ) from error
+        self.heaps = torch.tensor(self._symmetric.addresses, dtype=torch.int64, device=group.device)
+        self.post_mortem = PostMortem(self.num_launched)
+
+    def region(self, name: str) -> torch.Tensor:
+        """[launched, *shape] view of a region."""
+        region = next(r for r in self.layout.regions if r.name == name)
+        memory = self.local if region.scope == "local" else self._symmetric.memory
+        memory = memory.view(self.num_launched, -1)
+        first = self.layout.offsets[name]
+        part = memory[:, first : first + region.num_bytes]
+        return part.view(_DTYPES[region.dtype]).view(self.num_launched, *region.shape)
+
+    def check(self) -> None:
+        """Raise what earlier launches have found, see `PostMortem.check`. Does not wait."""
+        self.post_mortem.check(PHASE_NAMES, self.layout.top_k)
+
+    def destroy(self) -> None:
+        """Give the symmetric part back; kernels that use it have ended. Idempotent."""
+        self._heap.free(self._symmetric)
+
+
+_shared: dict[tuple, tuple[WorkspaceMemory, int]] = {}
+
+
+def acquire(group: EpGroup, layout: Workspace) -> WorkspaceMemory:
+    """The memory of this geometry, which the layers of a process share. Collective."""
+    key = (group.global_ranks, group.device, group.is_virtual, layout)
+    memory, num_users = _shared.get(key, (None, 0))
+    if memory is None:
+        memory = WorkspaceMemory(group, layout, name=f"workspace {len(_shared)} {layout}")
+    _shared[key] = memory, num_users + 1
+    return memory
+
+
+def release(memory: WorkspaceMemory) -> None:
+    """Undo one `acquire`; the last user's frees the memory."""
+    key = (memory.group.global_ranks, memory.group.device, memory.group.is_virtual, memory.layout)
+    shared, num_users = _shared.get(key, (None, 0))
+    if shared is not memory:
+        return
+    if num_users > 1:
+        _shared[key] = memory, num_users - 1
+    else:
+        del _shared[key]
+        memory.destroy()
