@@ -202,6 +202,12 @@ def row_lists(spec: str, num_experts: int) -> list[tuple[str, list[int]]]:
     return lists
 
 
+def head() -> str:
+    """Commit of this checkout, empty outside one."""
+    command = ["git", "rev-parse", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--format", default="nvfp4", help="comma separated")
@@ -209,6 +215,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,4,8,16,32,64,128,256", help="see row_lists")
     parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--commit", default=head(), help="what is measured, for the record")
     parser.add_argument("--out", type=Path, help="JSON file")
     args = parser.parse_args()
     args.flush = torch.randn(FLUSH_BYTES // 4, device="cuda")
@@ -217,8 +224,7 @@ def main() -> None:
     results = []
     device = torch.cuda.get_device_name()
     rate = read_rate(args.flush)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout
-    print(f"{device}, torch.sum reads {rate:.3f} TB/s, commit {commit[:8]}")
+    print(f"{device}, torch.sum reads {rate:.3f} TB/s, commit {args.commit[:8]}")
     for name, shape in track(problems, "measuring", console=console):
         problem = Problem(name, shape, args.experts)
         choices = [choose_row(name, sum(rows) / args.experts).knobs for _, rows in lists]
@@ -236,7 +242,7 @@ def main() -> None:
             )
         del problem
     if args.out:
-        record = {"device": device, "read_tb_s": rate, "commit": commit.strip()}
+        record = {"device": device, "read_tb_s": rate, "commit": args.commit}
         args.out.write_text(json.dumps(record | {"results": results}, indent=1))
 
 
