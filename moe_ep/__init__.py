@@ -13,7 +13,7 @@ _HOME = {
     "MoEShape": "moe_ep.megakernel.problem",
     "MoEWeights": "moe_ep.weights",
     "SplitConfig": "moe_ep.config",
-    "supports": "moe_ep.layer",
+    "supports": "moe_ep.backends",
 }
 __all__ = sorted(_HOME)
 __version__ = "0.1.0"
