@@ -328,11 +328,16 @@ class MoEWeights:
         )
 
 
+def _fresh(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy that holds no storage but its own."""
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 def _ep_part(
     weights: MoEWeights, rank: int, num_ranks: int
 ) -> tuple[range, dict[str, torch.Tensor]]:
     ids = owned_experts(weights.num_experts, num_ranks, rank)
-    return ids, {name: t[ids.start : ids.stop].clone() for name, t in weights.tensors.items()}
+    return ids, {name: _fresh(t[ids.start : ids.stop]) for name, t in weights.tensors.items()}
 
 
 def _tp_part(
@@ -351,7 +356,7 @@ def _tp_part(
         halves = tensor.unflatten(dim, (num_halves, -1))
         part = halves.shape[dim + 1] // num_ranks
         rows = halves.narrow(dim + 1, rank * part, part)
-        return rows.flatten(dim, dim + 1).clone(memory_format=torch.contiguous_format)
+        return _fresh(rows).flatten(dim, dim + 1)
 
     parts: dict[str, torch.Tensor | None] = {}
     for name, tensor in weights.tensors.items():
@@ -360,9 +365,9 @@ def _tp_part(
         elif name in ("w2", "w2_sf"):
             parts[name] = cut(tensor, 2)
         elif name == "b2":
-            parts[name] = tensor.clone() if rank == 0 else None
+            parts[name] = _fresh(tensor) if rank == 0 else None
         else:
-            parts[name] = tensor.clone()
+            parts[name] = _fresh(tensor)
     return weights.expert_ids, parts
 
 
@@ -385,9 +390,9 @@ def _quantized(weights: MoEWeights, weights_format: str) -> MoEWeights:
                 quantize(matrix, spec, name=label, out=out, advance=advance)
     scales: dict[str, torch.Tensor] = {}
     if weights_format == "nvfp4":
-        scales = {"up_scale": q13.global_scale[:, -1].clone(), "down_scale": q2.global_scale}
+        scales = {"up_scale": _fresh(q13.global_scale[:, -1]), "down_scale": q2.global_scale}
         if weights.is_gated:
-            scales["gate_scale"] = q13.global_scale[:, 0].clone()
+            scales["gate_scale"] = _fresh(q13.global_scale[:, 0])
     return replace(
         weights,
         weights_format=weights_format,
