@@ -38,14 +38,20 @@ class PostMortem:
         """Raises what the device found, without waiting for it.
 
         `MoEEpTimeoutError` for a wait that ran out of time, naming phase, waiting rank and the
-        ranks waited for; else `MoEEpConfigError` for an id that is not an expert (once: it is then
-        forgotten, the slot was masked).
+        ranks waited for. Else, once, as it is then forgotten, `MoEEpConfigError` for a step that a
+        rank refused, and for an id that is not an expert, whose slot was masked.
         """
         records = self.records()
         if records:
             raise _timeout_error(records, phase_names)
         for row in self._words:
             fields = dict(zip(FIELDS, row.tolist(), strict=False))
+            if fields["status"]:
+                self._words.zero_()
+                raise MoEEpConfigError(
+                    f"rank {fields['status_rank']} refused its input (code "
+                    f"{-1 - fields['status']}), so that the step computed nothing"
+                )
             if fields["bad_slot"]:
                 row.zero_()
                 token, slot = divmod(fields["bad_slot"] - 1, top_k)

@@ -67,7 +67,8 @@ class FusedTransport:
         scale: torch.Tensor,
         out: torch.Tensor,
         *,
-        absent_rank: int = -1,
+        late_rank: int = -1,
+        late_s: float = 0.0,
     ) -> None:
         """Launch on the current stream; n = launched ranks, C capacity.
 
@@ -76,14 +77,15 @@ class FusedTransport:
         topk_weights  [n, C, K] FP32
         num_tokens    [n] int32: T of each rank, or -1 - code for one that refuses
         scale         [E] FP32
-        All contiguous, on the group's GPU. `absent_rank` takes no part, for tests.
+        All contiguous, on the group's GPU. `late_rank` starts `late_s` seconds
+        late, or if that is negative never, for tests.
         """
         self._function(
             *(tensor.data_ptr() for tensor in (x, topk_ids, topk_weights, out)),
             *(num_tokens.data_ptr(), scale.data_ptr()),
             *(self.memory.heaps.data_ptr(), self.memory.local.data_ptr()),
             *(self.memory.post_mortem.address, self._timeout_ns),
-            *(self._first_rank, self._ctas_per_rank, absent_rank),
+            *(self._first_rank, self._ctas_per_rank, late_rank, int(late_s * 1e9)),
             cuda.CUstream(torch.cuda.current_stream(x.device).cuda_stream),
         )
 

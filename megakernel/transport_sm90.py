@@ -28,6 +28,7 @@ from cutlass.cute.runtime import make_fake_stream
 
 from moe_ep.comm import ptx
 from moe_ep.comm.device import Watch, int32_ptr, int64_ptr
+from moe_ep.comm.post_mortem import RECORD_WORDS
 from moe_ep.megakernel import protocol
 from moe_ep.megakernel.combine import Combine
 from moe_ep.megakernel.compile_cache import CompiledFunction, KernelBuild, compile_for_sm90
@@ -83,7 +84,8 @@ class TransportSm90:
         timeout_ns: Int64,
         first_rank: Int32,
         ctas_per_rank: Int32,
-        absent_rank: Int32,
+        late_rank: Int32,
+        late_ns: Int64,
         stream: cuda.CUstream,
     ):
         """Addresses: inputs of the first launched rank, those of the next a capacity later.
@@ -93,7 +95,7 @@ class TransportSm90:
         heaps        [R] Int64, address of every rank's symmetric regions
         local        local regions of the first launched rank, the next `num_bytes("local")` later
         record       its post-mortem record
-        absent_rank  this rank leaves at once, for tests; -1 for none
+        late_rank    starts `late_ns` nanoseconds late, or if that is negative never: for tests
         """
         row_words = self.dispatch.row_bytes // 2 * NUM_ROW_BUFFERS
 
@@ -105,7 +107,7 @@ class TransportSm90:
         self.shared_storage = SharedStorage
         self.kernel(
             *(x, topk_ids, topk_weights, out, num_tokens, scale, heaps, local, record),
-            *(timeout_ns, first_rank, ctas_per_rank, absent_rank),
+            *(timeout_ns, first_rank, ctas_per_rank, late_rank, late_ns),
         ).launch(
             grid=[ctas_per_rank * self.spec.num_launched, 1, 1],
             block=[NUM_THREADS, 1, 1],
@@ -129,7 +131,8 @@ class TransportSm90:
         timeout_ns: Int64,
         first_rank: Int32,
         ctas_per_rank: Int32,
-        absent_rank: Int32,
+        late_rank: Int32,
+        late_ns: Int64,
     ):
         thread_idx, _, _ = cute.arch.thread_idx()
         cta_idx, _, _ = cute.arch.block_idx()
@@ -156,7 +159,7 @@ class TransportSm90:
             rank=rank,
             step=step,
             abort=rank_local + layout.offsets["abort"],
-            record=record + Int64(launched) * 64,
+            record=record + Int64(launched) * (RECORD_WORDS * 4),
             timeout_ns=timeout_ns,
         )
         view = RankView(
@@ -170,7 +173,14 @@ class TransportSm90:
             step=step,
             watch=watch,
         )
-        if rank != absent_rank:
+        takes_part = Int32(1)
+        if rank == late_rank:
+            start = Int64(cute.arch.globaltimer())
+            while cute.arch.globaltimer() - start < late_ns:
+                pass
+            if late_ns < 0:
+                takes_part = Int32(0)
+        if takes_part == 1:
             self.run(view, inputs, storage, shared.rows.data_ptr().toint(), scale, heaps, threads)
 
     @cute.jit
@@ -236,7 +246,7 @@ class TransportSm90:
 
 def compile_transport(spec: TransportSpec) -> CompiledFunction:
     addresses, sizes = [Int64(0)] * 10, [Int32(1)] * 3
-    return compile_for_sm90(TransportSm90(spec), *addresses, *sizes, make_fake_stream())
+    return compile_for_sm90(TransportSm90(spec), *addresses, *sizes, Int64(0), make_fake_stream())
 
 
 def transport_build(spec: TransportSpec) -> KernelBuild:

@@ -1,0 +1,148 @@
+"""Microseconds of dispatch, and of dispatch + combine, over virtual ranks of one GPU.
+
+    python scripts/bench_transport.py [--ranks 1 2 4 8] [--tokens 1 8 128 1024 4096] [--json F]
+
+Each line: one launch in a CUDA graph, L2 read over before it, median and 99th percentile of
+`--repeats`, events around the replay (launch and drain of 4 to 6 us included). Values are checked
+against plain torch first. GB/s count each routed row once for the dispatch (H BF16), twice with
+the terms; virtual ranks share one GPU's memory, so these are no NVLink figures.
+
+    bounded   waits with time-out checks; their cost is the difference to `bare`
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+import torch
+
+from moe_ep.comm.group import EpGroup
+from moe_ep.megakernel.fused_transport import FusedTransport
+
+FLUSH_BYTES = 1 << 30
+LIMIT_BYTES = 100 << 30  # of one case; larger ones are left out, and said so
+
+
+class Case:
+    """Tensors, launches and the expected output of one number of ranks and tokens."""
+
+    def __init__(self, num_ranks: int, num_tokens: int, args: argparse.Namespace) -> None:
+        gen = torch.Generator(device="cuda").manual_seed(num_tokens)
+        shape = (num_ranks, num_tokens)
+        scores = torch.rand(*shape, args.experts, generator=gen, device="cuda")
+        self.ids = scores.topk(args.top_k).indices.int()
+        self.scale = torch.rand(args.experts, generator=gen, device="cuda") + 0.5
+        self.weights = torch.rand(*shape, args.top_k, generator=gen, device="cuda")
+        self.x = torch.randn(*shape, args.hidden, generator=gen, device="cuda").bfloat16()
+        self.out = torch.empty_like(self.x)
+        self.num_tokens = torch.full((num_ranks,), num_tokens, dtype=torch.int32, device="cuda")
+        self.group = EpGroup.single("cuda") if num_ranks == 1 else EpGroup.virtual(num_ranks)
+        self.shape = dict(
+            num_experts=args.experts,
+            top_k=args.top_k,
+            hidden=args.hidden,
+            max_tokens_per_rank=num_tokens,
+        )
+
+    def graph(self, **options) -> torch.cuda.CUDAGraph:
+        self.transport = FusedTransport(self.group, timeout_s=5.0, **self.shape, **options)
+        self.launch()
+        torch.cuda.synchronize()
+        self.transport.check()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.launch()
+        return graph
+
+    def launch(self) -> None:
+        self.transport.forward(
+            self.x, self.ids, self.weights, self.num_tokens, self.scale, self.out
+        )
+
+    def check(self) -> None:
+        total = torch.zeros_like(self.x, dtype=torch.float32)
+        for k in range(self.ids.shape[-1]):
+            factor = self.scale[self.ids[..., k].long()]
+            term = (self.x.float() * factor[..., None]).bfloat16().float()
+            total = total + term * self.weights[..., k, None]
+        if not torch.equal(self.out.view(torch.int16), total.bfloat16().view(torch.int16)):
+            raise SystemExit(f"wrong values for {self.shape} over {self.group.num_ranks} ranks")
+
+
+def times_us(graph: torch.cuda.CUDAGraph, flush: torch.Tensor, repeats: int) -> list[float]:
+    times = []
+    for _ in range(repeats + 3):
+        flush.sum()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1000 * start.elapsed_time(end))
+    return sorted(times[3:])
+
+
+def measure(case: Case, flush: torch.Tensor, repeats: int) -> dict[str, float]:
+    result = {}
+    builds = {
+        "dispatch": dict(combines=False),
+        "round": {},
+        "bare": dict(is_bounded=False),
+    }
+    for name, options in builds.items():
+        graph = case.graph(**options)
+        times = times_us(graph, flush, repeats)
+        if name != "dispatch":
+            case.check()
+        case.transport.check()
+        case.transport.destroy()
+        result[f"{name}_us"] = round(statistics.median(times), 2)
+        result[f"{name}_p99_us"] = round(times[int(0.99 * (len(times) - 1))], 2)
+    row_bytes = case.ids.numel() * case.x.shape[-1] * 2
+    result["dispatch_gb_s"] = round(row_bytes / result["dispatch_us"] / 1e3, 1)
+    result["round_gb_s"] = round(2 * row_bytes / result["round_us"] / 1e3, 1)
+    return result
+
+
+def needed_bytes(num_ranks: int, num_tokens: int, args: argparse.Namespace) -> int:
+    """Pools and terms of all ranks: the bulk."""
+    rows = num_ranks * num_tokens * args.top_k
+    return num_ranks * rows * args.hidden * 2 + rows * args.hidden * 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 128, 1024, 4096])
+    parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.float32, device="cuda").fill_(1)
+    results = []
+    print(f"{torch.cuda.get_device_name()}  E {args.experts} K {args.top_k} H {args.hidden}")
+    for num_ranks in args.ranks:
+        for num_tokens in args.tokens:
+            if needed_bytes(num_ranks, num_tokens, args) > LIMIT_BYTES:
+                print(f"R {num_ranks} T {num_tokens:5d}  left out: more than {LIMIT_BYTES} bytes")
+                continue
+            case = Case(num_ranks, num_tokens, args)
+            result = dict(ranks=num_ranks, tokens=num_tokens)
+            result |= measure(case, flush, args.repeats)
+            results.append(result)
+            print(
+                f"R {num_ranks} T {num_tokens:5d}  dispatch {result['dispatch_us']:8.1f} us "
+                f"({result['dispatch_gb_s']:7.1f} GB/s)  round {result['round_us']:8.1f} us, p99 "
+                f"{result['round_p99_us']:8.1f} ({result['round_gb_s']:7.1f} GB/s)  bare "
+                f"{result['bare_us']:8.1f} us",
+                flush=True,
+            )
+            if args.json:
+                args.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
