@@ -10,50 +10,50 @@ from moe_ep.comm.group import EpGroup
 from moe_ep.comm.liveness import GRACE_S, StoreLostError, ask_store
 
 
-def next_layer_id(group: EpGroup, timeout_s: float) -> int:
-    """1, 2, 3, ... for the layers that this rank builds in this group; the same on every rank."""
-    if group.num_ranks == 1:
-        return 1
-    key = f"moe_ep/num_layers/{group.rank}"
-    return _ask(lambda: group.store.add(key, 1), "construction", timeout_s)
-
-
-def exchange_records(group: EpGroup, name: str, record: Any, timeout_s: float) -> list[Any]:
-    """Every rank's JSON record under `name`, in rank order. Collective.
+def exchange_records(
+    group: EpGroup, topic: str, record: Any, timeout_s: float
+) -> tuple[int, list[Any]]:
+    """How many exchanges of `topic` this group has had, this one included; every rank's JSON
+    record, in rank order. Collective.
 
     No tensor moves, so it works before the first collective and for any backend. Raises
-    `MoEEpTimeoutError` naming the ranks that did not come within `timeout_s`.
+    `MoEEpTimeoutError` naming the ranks that did not come within `timeout_s`; the exchange then
+    counts as not begun, so that ranks which try again meet.
     """
     if group.num_ranks == 1:
-        return [record]
-    keys = [f"moe_ep/{name}/{rank}" for rank in range(group.num_ranks)]
+        return 1, [record]
+    store = group.store
+    counter = f"moe_ep/{topic}/count/{group.rank}"
 
-    def publish_and_read() -> tuple[list[int], list[bytes]]:
-        store = group.store
+    def publish_and_read() -> tuple[int, list[int], list[bytes]]:
+        number = store.add(counter, 1)
+        keys = [f"moe_ep/{topic}/{number}/{rank}" for rank in range(group.num_ranks)]
         store.set(keys[group.rank], json.dumps(record))
         try:
             store.wait(keys, timedelta(seconds=timeout_s))
         except RuntimeError:  # torch's DistStoreError: some are missing
             late = [rank for rank, key in enumerate(keys) if not store.check([key])]
             if late:
-                return late, []
-        return [], store.multi_get(keys)
+                store.delete_key(keys[group.rank])
+                store.add(counter, -1)
+                return number, late, []
+        return number, [], store.multi_get(keys)
 
-    late, values = _ask(publish_and_read, name, timeout_s + GRACE_S)
+    number, late, values = _ask(publish_and_read, topic, timeout_s + GRACE_S)
     if late:
         names = ", ".join(group.rank_name(rank) for rank in late)
         raise MoEEpTimeoutError(
-            f"{name}: {names} did not come within timeout_s={timeout_s:g}",
-            phase=name,
+            f"{topic}: {names} did not come within timeout_s={timeout_s:g}",
+            phase=topic,
             ranks=late,
         )
-    return [json.loads(value) for value in values]
+    return number, [json.loads(value) for value in values]
 
 
-def _ask(question: Callable[[], Any], name: str, timeout_s: float) -> Any:
+def _ask(question: Callable[[], Any], topic: str, timeout_s: float) -> Any:
     try:
         return ask_store(question, timeout_s)
     except StoreLostError as error:
         raise MoEEpTimeoutError(
-            f"{name}: the store that the ranks share is lost ({error})", phase=name
+            f"{topic}: the store that the ranks share is lost ({error})", phase=topic
         ) from error

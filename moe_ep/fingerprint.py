@@ -46,22 +46,18 @@ def fingerprint(
 
 
 def agree(
-    group: EpGroup,
-    layer_id: int,
-    fields: Fingerprint | None,
-    refusal: Exception | None,
-    timeout_s: float,
-) -> None:
-    """Raise on every rank if one has a `refusal`, or if a field differs from rank 0's. Collective.
+    group: EpGroup, fields: Fingerprint | None, refusal: Exception | None, timeout_s: float
+) -> int:
+    """The number of this layer in its group, 1, 2, ..., the same on every rank. Collective.
 
-    The refusing rank raises its own error; the others its text with its rank.
+    Raises on every rank if one has a `refusal`, or if a field differs from rank 0's. The refusing
+    rank raises its own error; the others its text with its rank.
     """
     record = {"fields": fields, "refusal": None}
     if refusal is not None:
         record["refusal"] = [type(refusal).__name__, str(refusal)]
-    name = f"construction of layer {layer_id}"
     try:
-        records = exchange_records(group, name, record, timeout_s)
+        layer_id, records = exchange_records(group, "construction", record, timeout_s)
     except MoEEpError as error:
         raise error from refusal
     if refusal is not None:
@@ -73,6 +69,7 @@ def agree(
             raise error_type(f"{group.rank_name(rank)}: {text}")
     for rank, other in enumerate(records):
         _compare(group, rank, other["fields"], records[0]["fields"])
+    return layer_id
 
 
 def _compare(group: EpGroup, rank: int, fields: Fingerprint, of_rank_0: Fingerprint) -> None:

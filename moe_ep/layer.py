@@ -13,7 +13,6 @@ from moe_ep.comm.errors import (
 )
 from moe_ep.comm.group import EpGroup
 from moe_ep.comm.liveness import Liveness
-from moe_ep.comm.rendezvous import next_layer_id
 from moe_ep.comm.torch_transport import TorchTransport
 from moe_ep.comm.transport import LocalTransport, Transport
 from moe_ep.config import Backend
@@ -63,7 +62,6 @@ class MoEEpLayer(torch.nn.Module):
         if device is None:
             device = weights.device if isinstance(weights, MoEWeights) else "cpu"
         self._group = _resolve_group(group, device)
-        layer_id = next_layer_id(self._group, timeout_s)
         fields = refusal = None
         try:
             _check_arguments(shape, weights, max_tokens_per_rank, self._group)
@@ -73,7 +71,7 @@ class MoEEpLayer(torch.nn.Module):
             )
         except Exception as error:  # told to the other ranks, then raised
             refusal = error
-        agree(self._group, layer_id, fields, refusal, timeout_s)
+        layer_id = agree(self._group, fields, refusal, timeout_s)
 
         self.shape = shape
         self.max_tokens_per_rank = max_tokens_per_rank

@@ -77,7 +77,7 @@ def move(rank: int, num_ranks: int) -> dict:
     else:
         part = EpGroup.from_process_group(subset, "cpu")
         seen["names"] = part.rank, part.rank_name(1)
-        seen["records"] = exchange_records(part, "a name", {"rank": rank}, 10.0)
+        seen["records"] = [exchange_records(part, "topic", {"rank": rank}, 20.0) for _ in range(2)]
     return seen
 
 
@@ -136,7 +136,8 @@ def test_ranks_in_different_calls_all_raise_and_say_where_each_is(seen):
 def test_a_subset_of_the_job_is_a_group_that_names_both_ranks(seen):
     assert seen[0]["names"] == (0, "rank 1 (global rank 2)")
     assert seen[2]["names"][0] == 1
-    assert seen[0]["records"] == seen[2]["records"] == [{"rank": 0}, {"rank": 2}]
+    records = [{"rank": 0}, {"rank": 2}]
+    assert seen[0]["records"] == seen[2]["records"] == [(1, records), (2, records)]
 
 
 def test_one_rank_copies_nothing():
