@@ -299,6 +299,7 @@ def summarize(
         noise=sum(noises, Deviation()),
         logits_identical=_same_bits(logits, alone_logits),
         tokens_identical=torch.equal(tokens, alone_tokens),
+        text_digest=_digest(*(prompt[0] for prompt in prompts)),
         digest=_digest(logits, tokens),
     )
 
@@ -311,7 +312,8 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
-def _digest(logits: torch.Tensor, tokens: torch.Tensor) -> str:
-    digest = hashlib.sha256(logits.view(torch.int16).numpy().tobytes())
-    digest.update(tokens.numpy().tobytes())
+def _digest(*tensors: torch.Tensor) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -53,7 +53,8 @@ class Report:
     noise: Deviation  # untouched model, BF16 against FP32
     logits_identical: bool
     tokens_identical: bool
-    digest: str  # SHA-256 of logits and tokens; equal for any number of ranks
+    text_digest: str  # SHA-256 of the prompts
+    digest: str  # SHA-256 of logits and tokens: for the same text equal on any number of ranks
 
     @property
     def mean_ratio(self) -> float:
@@ -126,6 +127,9 @@ def show(report: Report) -> None:
     ):
         word = "[green]bit-identical[/] to" if identical else "[red]different[/] from"
         console.print(f"{name} are {word} the run on one rank")
-    console.print(f"digest {report.digest}", highlight=False)
+    console.print(
+        f"SHA-256 of the text           {report.text_digest}", highlight=False, soft_wrap=True
+    )
+    console.print(f"SHA-256 of logits and tokens  {report.digest}", highlight=False, soft_wrap=True)
     for reason in report.failures():
         console.print(f"[red]failed:[/] {reason}")

@@ -30,6 +30,7 @@ PASSED = Report(
     noise=Deviation(total=1.0, count=2, largest=1.0, flips=1, routings=4),
     logits_identical=True,
     tokens_identical=True,
+    text_digest="00",
     digest="00",
 )
 
@@ -55,6 +56,7 @@ def reports(tmp_path_factory) -> dict[int, dict]:
 
 
 def test_logits_and_tokens_have_the_same_bits_on_1_2_and_4_ranks(reports):
+    assert len({report["text_digest"] for report in reports.values()}) == 1
     assert len({report["digest"] for report in reports.values()}) == 1
     assert [report["num_ranks"] for report in reports.values()] == [1, 2, 4]
 
