@@ -260,11 +260,13 @@ def _padded(x_PC: torch.Tensor) -> torch.Tensor:
 
 def _matmul_cpu(x_PC: torch.Tensor, w_NC: torch.Tensor) -> torch.Tensor:
     """x w^T with FP32 sums; both hold BF16 values, so that products are exact in FP32."""
-    out_PN = torch.empty(len(x_PC), len(w_NC))
-    step = max(CPU_ROW_MULTIPLE, _UPCAST_ELEMENTS // w_NC.shape[1])
-    for first in range(0, len(w_NC), step):
-        rows = slice(first, first + step)
-        torch.mm(x_PC, w_NC[rows].float().t(), out=out_PN[:, rows])
+    num_rows, num_cols = w_NC.shape
+    out_PN = torch.empty(len(x_PC), num_rows)
+    step = min(num_rows, max(CPU_ROW_MULTIPLE, _UPCAST_ELEMENTS // num_cols))
+    slab_NC = torch.empty(step, num_cols)
+    for first in range(0, num_rows, step):
+        w_nC = w_NC[first : first + step]
+        torch.mm(x_PC, slab_NC[: len(w_nC)].copy_(w_nC).t(), out=out_PN[:, first : first + step])
     return out_PN
 
 
