@@ -18,12 +18,13 @@ from moe_ep.config import (
     TorchGemmConfig,
     check_backend,
 )
-from moe_ep.megakernel.problem import MoEShape, weight_format
+from moe_ep.megakernel.problem import MoEShape, owned_experts, weight_format
 
 # What `backend="auto"` tries, best first.
 AUTO_ORDER: tuple[Backend, ...] = (
     MegaConfig(),
     SplitConfig(comm=NcclEpConfig(), kernel=GroupedGemmConfig()),
+    SplitConfig(comm=TorchCommConfig(), kernel=GroupedGemmConfig()),
     SplitConfig(comm=TorchCommConfig(), kernel=TorchGemmConfig()),
 )
 
@@ -57,16 +58,22 @@ def supports(
     weights_format: str,
     backend: Backend | str = "auto",
     device: torch.device | str = "cpu",
+    *,
+    parallel: str = "ep",
+    num_ranks: int = 1,
 ) -> Support:
     """Whether `backend` runs a layer of `shape` with weights in `weights_format` on `device`.
+
+    parallel, num_ranks   "ep" or "tp", and the ranks that divide the layer
 
     "auto" is supported where one of its candidates is; the reason names it. Raises
     `MoEEpConfigError` for a format, backend or device that does not exist.
     """
     backend = check_backend(backend)
+    division = {"parallel": parallel, "num_ranks": num_ranks}
     if backend == "auto":
         try:
-            choice = choose_backend(shape, weights_format, "auto", device)
+            choice = choose_backend(shape, weights_format, "auto", device, **division)
         except MoEEpUnavailableError as error:
             return Support(False, str(error))
         return Support(True, f"{describe(choice.backend)}: {choice.considered[-1][1].reason}")
@@ -76,7 +83,11 @@ def supports(
         return Support(False, misfit)
     if isinstance(backend, MegaConfig):
         return _supports_mega(device)
-    return _supports_split(backend, device)
+    if isinstance(backend.comm, NcclEpConfig):
+        return _supports_nccl_ep(device)
+    if isinstance(backend.kernel, GroupedGemmConfig):
+        return _supports_grouped(shape, weights_format, backend.kernel, device, **division)
+    return _supports_torch(device)
 
 
 def choose_backend(
@@ -84,6 +95,9 @@ def choose_backend(
     weights_format: str,
     backend: Backend | str,
     device: torch.device | str,
+    *,
+    parallel: str = "ep",
+    num_ranks: int = 1,
 ) -> Choice:
     """The backend asked for, or the first of `AUTO_ORDER` that can run.
 
@@ -92,7 +106,9 @@ def choose_backend(
     backend = check_backend(backend)
     considered = []
     for candidate in AUTO_ORDER if backend == "auto" else (backend,):
-        support = supports(shape, weights_format, candidate, device)
+        support = supports(
+            shape, weights_format, candidate, device, parallel=parallel, num_ranks=num_ranks
+        )
         considered.append((candidate, support))
         if support.ok:
             return Choice(candidate, tuple(considered))
@@ -133,19 +149,38 @@ def _supports_mega(device: torch.device) -> Support:
     return Support(False, "the mega kernel is not built yet in this version")
 
 
-def _supports_split(backend: SplitConfig, device: torch.device) -> Support:
-    if isinstance(backend.comm, NcclEpConfig):
-        if device.type != "cuda":
-            return Support(False, f"NCCL-EP needs NVIDIA GPUs, device is {device}")
-        return Support(False, "the NCCL-EP transport is not built yet in this version")
-    if isinstance(backend.kernel, GroupedGemmConfig):
-        if device.type != "cuda":
-            return Support(
-                False,
-                "GroupedGemmConfig needs an NVIDIA GPU of compute capability 9.0, "
-                f"device is {device}",
-            )
-        return Support(False, "the grouped GEMM kernel is not built yet in this version")
+def _supports_nccl_ep(device: torch.device) -> Support:
+    if device.type != "cuda":
+        return Support(False, f"NCCL-EP needs NVIDIA GPUs, device is {device}")
+    return Support(False, "the NCCL-EP transport is not built yet in this version")
+
+
+def _supports_grouped(
+    shape: MoEShape,
+    weights_format: str,
+    kernel: GroupedGemmConfig,
+    device: torch.device,
+    *,
+    parallel: str,
+    num_ranks: int,
+) -> Support:
+    from moe_ep.grouped_limits import device_misfit, layer_misfit
+
+    misfit = device_misfit(device) or layer_misfit(
+        shape,
+        weights_format,
+        kernel,
+        parallel=parallel,
+        num_local_experts=len(owned_experts(shape.num_experts, num_ranks, rank=0)),
+    )
+    if misfit is not None:
+        return Support(False, misfit)
+    if num_ranks == 1:
+        return Support(True, "GEMM kernels for Hopper, the whole layer on the device")
+    return Support(True, "GEMM kernels for Hopper, tokens over torch.distributed")
+
+
+def _supports_torch(device: torch.device) -> Support:
     if device.type not in ("cpu", "cuda"):
         return Support(False, f"plain torch kernels run on cpu and cuda, device is {device}")
     return Support(True, f"plain torch on {device.type}, tokens over torch.distributed")

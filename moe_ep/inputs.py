@@ -29,10 +29,18 @@ class MoEInputs:
         return self.hidden_states.shape[0]
 
 
-def check_inputs(inputs: MoEInputs, shape: MoEShape, max_tokens: int, device: torch.device) -> None:
+def check_inputs(
+    inputs: MoEInputs,
+    shape: MoEShape,
+    max_tokens: int,
+    device: torch.device,
+    *,
+    reads_ids: bool = True,
+) -> None:
     """Raise `MoEEpConfigError`, with argument, value and what is allowed, unless `inputs` fit.
 
     max_tokens   most tokens that this call may bring
+    reads_ids    whether to look for ids that are no experts, which waits for the device
     """
     if not isinstance(inputs, MoEInputs):
         raise MoEEpConfigError(f"inputs must be MoEInputs, got {type(inputs).__name__}")
@@ -54,7 +62,7 @@ def check_inputs(inputs: MoEInputs, shape: MoEShape, max_tokens: int, device: to
                     f"{name} requires grad; allowed: inference only, call under torch.no_grad() "
                     "or detach it"
                 )
-    if num_tokens and int(inputs.topk_ids.max()) >= shape.num_experts:
+    if reads_ids and num_tokens and int(inputs.topk_ids.max()) >= shape.num_experts:
         raise MoEEpConfigError(
             f"topk_ids holds {int(inputs.topk_ids.max())}; allowed: 0 to "
             f"{shape.num_experts - 1}, negative for a masked slot"

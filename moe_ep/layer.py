@@ -15,11 +15,11 @@ from moe_ep.comm.group import EpGroup
 from moe_ep.comm.liveness import Liveness
 from moe_ep.comm.torch_transport import TorchTransport
 from moe_ep.comm.transport import LocalTransport, Transport
-from moe_ep.config import Backend
+from moe_ep.config import Backend, GroupedGemmConfig, SplitConfig
 from moe_ep.fingerprint import agree, fingerprint
 from moe_ep.inputs import MoEInputs, check_inputs, check_tensor
 from moe_ep.megakernel.problem import MoEShape, owned_experts
-from moe_ep.split import SplitBackend, TorchExperts
+from moe_ep.split import ExpertKernel, SplitBackend, TorchExperts
 from moe_ep.weights import MoEWeights
 
 __all__ = ["MoEEpLayer", "supports"]
@@ -65,7 +65,15 @@ class MoEEpLayer(torch.nn.Module):
         fields = refusal = None
         try:
             _check_arguments(shape, weights, max_tokens_per_rank, self._group)
-            choice = choose_backend(shape, weights.weights_format, backend, self._group.device)
+            choice = choose_backend(
+                shape,
+                weights.weights_format,
+                backend,
+                self._group.device,
+                parallel=weights.parallel,
+                num_ranks=self._group.num_ranks,
+            )
+            kernel = _make_kernel(shape, weights, choice.backend)
             fields = fingerprint(
                 shape, weights, max_tokens_per_rank, choice.backend, self._group.device
             )
@@ -75,16 +83,20 @@ class MoEEpLayer(torch.nn.Module):
 
         self.shape = shape
         self.max_tokens_per_rank = max_tokens_per_rank
-        self._weights = weights
+        self._form = weights.to("meta")  # what an update must look like; the kernel has the bytes
         self._choice = choice
         self._unusable: str | None = None
         self._liveness = (
             Liveness(self._group, layer_id, timeout_s) if self._group.num_ranks > 1 else None
         )
+        if _runs_on_device(choice.backend, weights):
+            from moe_ep.grouped import OneRankGrouped
+
+            self._backend = OneRankGrouped(shape, kernel, max_tokens_per_rank)
+            return
         transport = _make_transport(
             self._group, self._liveness, layer_id, shape, weights.parallel, timeout_s
         )
-        kernel = TorchExperts(weights, shape.activation)
         self._backend = SplitBackend(weights, transport, kernel)
 
     @property
@@ -110,9 +122,12 @@ class MoEEpLayer(torch.nn.Module):
 
         Raises `MoEEpConfigError` on every rank if one rank's input does not pass, naming rank and
         argument (the next call works); `MoEEpTimeoutError` or `MoEEpTransportError` if ranks are
-        lost (only `destroy` works then); `MoEEpStateError` in a layer that is not usable.
+        lost (only `destroy` works then); `MoEEpStateError` in a layer that is not usable, and for a
+        capture in a CUDA graph that the backend does not allow or that comes before `warmup`.
+        Where kernels check the ids, a bad id of an earlier call is raised here.
         """
         self._require_usable()
+        self._backend.require_callable()
         bound = self.max_tokens_per_rank if max_tokens is None else max_tokens
         try:
             try:
@@ -120,19 +135,17 @@ class MoEEpLayer(torch.nn.Module):
             except MoEEpConfigError as refusal:
                 self._backend.refuse(str(refusal))
             with torch.no_grad():
-                y_TH = self._backend.forward(inputs, bound)
+                return self._backend.forward(inputs, bound, out)
         except MoEEpConfigError:
             raise  # all ranks raise it, so they are still in step
         except BaseException as error:
             self._poison(error)
             raise
-        if out is None:
-            return y_TH
-        return out.copy_(y_TH)
 
     def warmup(self) -> None:
         """Compile and allocate everything, and make the first contact of the ranks. Collective."""
         self._require_usable()
+        self._backend.warmup()
         device, top_k = self._group.device, self.shape.top_k
         token = MoEInputs(
             torch.zeros(1, self.shape.hidden, dtype=torch.bfloat16, device=device),
@@ -146,48 +159,54 @@ class MoEEpLayer(torch.nn.Module):
         call it on every rank between the same two forwards.
 
         Raises `MoEEpConfigError`, having written nothing, unless format, ownership and every
-        tensor's dtype, shape and device are those the layer was built with.
+        tensor's dtype, shape and device are those the layer was built with. A kernel that refuses
+        values while it prepares them leaves a layer that is not usable.
         """
         self._require_usable()
-        held = self._weights
+        form = self._form
         if not isinstance(weights, MoEWeights):
             raise MoEEpConfigError(f"weights must be MoEWeights, got {type(weights).__name__}")
         for name in ("weights_format", "parallel", "rank", "num_ranks", "expert_ids"):
-            value, wanted = getattr(weights, name), getattr(held, name)
+            value, wanted = getattr(weights, name), getattr(form, name)
             if value != wanted:
                 raise MoEEpConfigError(f"weights.{name} is {value}; allowed: {wanted}, as built")
-        if weights.tensors.keys() != held.tensors.keys():
+        if weights.tensors.keys() != form.tensors.keys():
             raise MoEEpConfigError(
-                f"weights hold {', '.join(weights.tensors)}; allowed: {', '.join(held.tensors)}, "
+                f"weights hold {', '.join(weights.tensors)}; allowed: {', '.join(form.tensors)}, "
                 "as built"
             )
-        for name, tensor in held.tensors.items():
+        device = self._group.device
+        for name, tensor in form.tensors.items():
             new = getattr(weights, name)
-            check_tensor(f"weights.{name}", new, (tensor.dtype,), tensor.shape, tensor.device)
-        with torch.no_grad():
-            for name, tensor in held.tensors.items():
-                tensor.copy_(getattr(weights, name))
+            check_tensor(f"weights.{name}", new, (tensor.dtype,), tensor.shape, device)
+        try:
+            with torch.inference_mode():  # which may write to tensors made inside it, and to others
+                self._backend.update_weights(weights)
+        except BaseException as error:
+            self._poison(error)
+            raise
 
     def check(self) -> None:
         """Raise `MoEEpStateError` in a layer that is not usable, and any error that a kernel found
-        and that no call has raised yet (the split path raises at once)."""
+        and that no call has raised yet; waits for the GPU where a kernel checks the ids."""
         self._require_usable()
+        self._backend.check()
 
     def explain(self) -> str:
         """Which backend runs and why; why each other one of "auto" does not."""
-        group, weights = self._group, self._weights
+        group, form = self._group, self._form
         where = f"rank {group.rank} of {group.num_ranks} on {group.device}"
-        if weights is not None:
+        if self._backend is not None:
+            sizes = [f"{n} {size / 1e6:.1f} MB" for n, size in self._backend.memory.items()]
             where += (
-                f", {weights.num_local_experts} of {self.shape.num_experts} experts in "
-                f"{weights.weights_format}, {weights.num_bytes / 1e6:.1f} MB"
+                f", {form.num_local_experts} of {self.shape.num_experts} experts in "
+                f"{form.weights_format}, {', '.join(sizes)}"
             )
         return f"{where}\n{self._choice.explain()}"
 
     def destroy(self) -> None:
         """Release weights and transport. Idempotent, allowed in every state, not collective."""
         self._unusable = "the layer was destroyed"
-        self._weights = None
         if self._backend is not None:
             self._backend.destroy()
             self._backend = None
@@ -205,7 +224,8 @@ class MoEEpLayer(torch.nn.Module):
                 f"max_tokens is {bound}; allowed: 0 to max_tokens_per_rank "
                 f"{self.max_tokens_per_rank}"
             )
-        check_inputs(inputs, self.shape, bound, self._group.device)
+        reads_ids = not self._backend.finds_bad_ids
+        check_inputs(inputs, self.shape, bound, self._group.device, reads_ids=reads_ids)
         if out is None:
             return
         wanted = tuple(inputs.hidden_states.shape)
@@ -288,6 +308,20 @@ def _check_arguments(
         )
     if weights.device != group.device:
         raise MoEEpConfigError(f"weights are on {weights.device}, the layer on {group.device}")
+
+
+def _make_kernel(shape: MoEShape, weights: MoEWeights, backend: SplitConfig) -> ExpertKernel:
+    if isinstance(backend.kernel, GroupedGemmConfig):
+        from moe_ep.grouped import GroupedExperts  # needs CuTe DSL
+
+        return GroupedExperts(shape, weights, backend.kernel.knobs)
+    return TorchExperts(weights, shape.activation)
+
+
+def _runs_on_device(backend: SplitConfig, weights: MoEWeights) -> bool:
+    """Whether one rank's layer needs neither transport nor counts on the host."""
+    is_alone = weights.num_ranks == 1 and weights.parallel == "ep"
+    return is_alone and isinstance(backend.kernel, GroupedGemmConfig)
 
 
 def _make_transport(

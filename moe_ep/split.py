@@ -9,11 +9,13 @@ Letters: T tokens of this rank, N tokens received, K slots, H hidden, R ranks, P
 each slot of a received token whose expert is here, sorted by expert.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
+from moe_ep.comm.errors import MoEEpStateError
 from moe_ep.comm.transport import Outgoing, Transport, to_slots
 from moe_ep.dispatch_plan import DispatchPlan
 from moe_ep.inputs import MoEInputs
@@ -21,8 +23,29 @@ from moe_ep.megakernel.problem import Activation
 from moe_ep.reference import combine_parts, combine_terms, grouped_expert_terms
 from moe_ep.weights import MoEWeights
 
-# (pool rows BF16 [P, H], rows of each local expert) -> terms [P, H], BF16 (ep) or FP32 (tp).
-ExpertKernel = Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
+
+class ExpertKernel(Protocol):
+    """FC1, activation and FC2 of the experts held here."""
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes held on the device, by what they are."""
+        ...
+
+    def __call__(
+        self, x_PH: torch.Tensor, rows_per_expert: Sequence[int], offsets: torch.Tensor
+    ) -> torch.Tensor:
+        """Pool rows BF16 [P, H], rows of each local expert, first row of each (int32 [e + 1] on
+        the device) -> terms [P, H], BF16 (ep) or FP32 (tp)."""
+        ...
+
+    def warmup(self) -> None:
+        """Compile and load whatever a call needs."""
+        ...
+
+    def update(self, weights: MoEWeights) -> None:
+        """Take other weights of the same kind, in place."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -32,23 +55,57 @@ class TorchExperts:
     weights: MoEWeights
     activation: Activation
 
-    def __call__(self, x_PH: torch.Tensor, rows_per_expert: Sequence[int]) -> torch.Tensor:
+    @property
+    def memory(self) -> dict[str, int]:
+        return {"weights": self.weights.num_bytes}
+
+    def __call__(
+        self, x_PH: torch.Tensor, rows_per_expert: Sequence[int], offsets: torch.Tensor
+    ) -> torch.Tensor:
         return grouped_expert_terms(x_PH, rows_per_expert, self.weights, self.activation)
+
+    def warmup(self) -> None:
+        pass
+
+    def update(self, weights: MoEWeights) -> None:
+        for name, tensor in self.weights.tensors.items():
+            tensor.copy_(getattr(weights, name))
 
 
 class SplitBackend:
     """One layer's way through the split path."""
+
+    finds_bad_ids = False  # the counts are exact: ids are checked on the host
 
     def __init__(self, weights: MoEWeights, transport: Transport, kernel: ExpertKernel) -> None:
         ids = weights.expert_ids
         self._local_experts = range(ids[0], ids[-1] + 1) if ids else range(0)
         self._num_experts = weights.num_experts
         self._parallel = weights.parallel
+        self._device = weights.device
         self._transport = transport
         self._kernel = kernel
 
-    def forward(self, inputs: MoEInputs, bound: int) -> torch.Tensor:
-        """BF16 [T, H]. Collective; `bound` is the same on every rank and at least T."""
+    @property
+    def memory(self) -> dict[str, int]:
+        return self._kernel.memory
+
+    def require_callable(self) -> None:
+        """Raise `MoEEpStateError` while a CUDA graph is captured."""
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise MoEEpStateError(
+                "split over TorchCommConfig reads counts on the host, which a CUDA graph cannot "
+                "capture; call the layer outside the capture"
+            )
+
+    def forward(
+        self, inputs: MoEInputs, bound: int, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """BF16 [T, H], `out` if given. Collective; `bound` is at least T, the same on all ranks."""
+        y_TH = self._forward(inputs, bound)
+        return y_TH if out is None else out.copy_(y_TH)
+
+    def _forward(self, inputs: MoEInputs, bound: int) -> torch.Tensor:
         received = self._transport.dispatch(
             Outgoing(
                 x_TH=inputs.hidden_states,
@@ -65,7 +122,7 @@ class SplitBackend:
         rows_per_expert = plan.counts.tolist()
         slot_idx_P = plan.src_slot[: sum(rows_per_expert)].long()
         x_PH = received.x_NH.index_select(0, slot_idx_P // top_k)
-        terms_PH = self._kernel(x_PH, rows_per_expert)
+        terms_PH = self._kernel(x_PH, rows_per_expert, plan.offsets)
         if self._parallel == "tp":
             terms_NKH = to_slots(terms_PH, slot_idx_P, num_tokens, top_k)
             parts_NH = combine_parts(terms_NKH, ids_NK, received.topk_weights_NK)
@@ -77,6 +134,15 @@ class SplitBackend:
     def refuse(self, reason: str) -> None:
         """This rank's part of a call whose input it does not take: every rank raises."""
         self._transport.dispatch(None, reason)
+
+    def warmup(self) -> None:
+        self._kernel.warmup()
+
+    def update_weights(self, weights: MoEWeights) -> None:
+        self._kernel.update(weights)
+
+    def check(self) -> None:
+        """Nothing waits here to be raised."""
 
     def destroy(self) -> None:
         self._transport.destroy()

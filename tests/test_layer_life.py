@@ -155,7 +155,7 @@ def test_warmup_and_check_leave_a_working_layer(layer, inputs, expected):
 @pytest.mark.parametrize("name", FORMATS)
 def test_update_weights_keeps_addresses_and_gives_the_new_weights(inputs, name):
     layer = make_layer(name)
-    held = layer._weights.tensors
+    held = layer._backend._kernel.weights.tensors
     addresses = {key: tensor.data_ptr() for key, tensor in held.items()}
     for seed in (1, 2, 3):
         new = make_weights(SHAPE, name, seed=seed)

@@ -1,0 +1,303 @@
+"""The split path on Hopper with the grouped GEMM kernel.
+
+    one rank        `OneRankGrouped`: permute -> FC1 -> FC2 -> combine, four launches on the current
+                    stream; the host reads nothing back and allocates nothing
+    several ranks   `GroupedExperts` is the expert kernel of `SplitBackend`
+
+Both compute the same bits: those of a row depend on the row and the weights alone. Letters: T
+tokens, K slots, H hidden, I intermediate, e local experts, P pool rows.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+
+from moe_ep.comm.errors import MoEEpConfigError, MoEEpStateError
+from moe_ep.grouped_memory import (
+    prepared_bytes,
+    shared_workspace,
+    workspace_bytes,
+    workspace_regions,
+)
+from moe_ep.inputs import MoEInputs
+from moe_ep.megakernel.combine_sm90 import Combine, CombineConfig, combine_build
+from moe_ep.megakernel.compile_cache import KernelBuild, compile_all
+from moe_ep.megakernel.formats import prepare
+from moe_ep.megakernel.grouped_gemm import GroupedGemm
+from moe_ep.megakernel.knobs import KNOB_TABLE, KernelKnobs
+from moe_ep.megakernel.permute_sm90 import Permute, PermuteConfig, permute_build
+from moe_ep.megakernel.problem import MoEShape
+from moe_ep.weights import MoEWeights
+
+_log = logging.getLogger(__name__)
+
+ALIGNMENT = 16  # bytes; kernels move token rows in vectors of that size
+ID_DTYPES = (torch.int32, torch.int64)
+
+
+class GroupedExperts:
+    """FC1 and FC2 of a rank's experts. Holds prepared weights, not the `weights` given.
+
+    Raises `MoEEpConfigError` naming the bytes where they do not fit, and for the values that
+    `prepare` refuses.
+    """
+
+    def __init__(self, shape: MoEShape, weights: MoEWeights, knobs: KernelKnobs | None) -> None:
+        self.device = weights.device
+        num_bytes = prepared_bytes(
+            shape,
+            weights.weights_format,
+            weights.num_local_experts,
+            has_bias13=weights.b13 is not None,
+            has_bias2=weights.b2 is not None,
+        )
+        _log.info("preparing weights: %d bytes on %s", num_bytes, self.device)
+        try:
+            self.prepared = prepare(weights)
+        except torch.OutOfMemoryError as error:
+            raise MoEEpConfigError(
+                f"prepared weights need {num_bytes} bytes on {self.device} beside the weights "
+                f"given, which are not free; allowed: fewer experts on a rank than "
+                f"{weights.num_local_experts}, or weights that lie on another device"
+            ) from error
+        self._gemm = None
+        if weights.num_local_experts:
+            self._gemm = GroupedGemm(
+                weights.weights_format,
+                hidden=shape.hidden,
+                intermediate=shape.intermediate,
+                activation=shape.activation,
+                num_local_experts=weights.num_local_experts,
+                has_bias13=weights.b13 is not None,
+                has_bias2=weights.b2 is not None,
+                knobs=knobs,
+                device=weights.device,
+            )
+
+    @property
+    def memory(self) -> dict[str, int]:
+        return {"prepared weights": self.prepared.num_bytes}
+
+    def __call__(
+        self, x_PH: torch.Tensor, rows_per_expert: Sequence[int], offsets: torch.Tensor
+    ) -> torch.Tensor:
+        """`SplitBackend`'s expert kernel: BF16 [P, H] -> fresh BF16 terms [P, H]."""
+        terms_PH = torch.empty_like(x_PH)
+        self.run(x_PH, offsets, x_PH.new_empty(len(x_PH), self.prepared.intermediate), terms_PH)
+        return terms_PH
+
+    def run(
+        self,
+        x_PH: torch.Tensor,
+        offsets: torch.Tensor,
+        out_hidden_PI: torch.Tensor,
+        out_terms_PH: torch.Tensor,
+    ) -> None:
+        """FC1 and FC2 into the caller's tensors. `out_terms_PH` may be `x_PH`."""
+        if self._gemm is not None:
+            self._gemm.fc1(x_PH, offsets, self.prepared, out_hidden_PI)
+            self._gemm.fc2(out_hidden_PI, offsets, self.prepared, out_terms_PH)
+
+    def kernel_builds(self) -> list[KernelBuild]:
+        return [] if self._gemm is None else self._gemm.kernel_builds()
+
+    def rows_of_builds(self, max_rows: int) -> list[int]:
+        """Numbers of pool rows, up to `max_rows`, that between them take every build of the GEMMs
+        which such numbers take."""
+        limits = [r.max_rows for r in KNOB_TABLE if self.prepared.weights_format in r.formats]
+        num_experts = self.prepared.num_local_experts
+        return sorted({int(min(limit * num_experts, max_rows)) for limit in limits})
+
+    def warmup(self) -> None:
+        """Compile and load the GEMMs in every build of the knob table."""
+        if self._gemm is not None:
+            self._gemm.warmup()
+
+    def update(self, weights: MoEWeights) -> None:
+        """Prepare other weights into the same addresses."""
+        prepare(weights, out=self.prepared)
+
+
+class OneRankGrouped:
+    """The whole layer of one rank, for up to `max_tokens` tokens a call.
+
+    After `warmup` a call may be captured in a CUDA graph; replays follow what then stands in its
+    tensors. Inputs and `out` that are contiguous and aligned to 16 bytes are used where they lie,
+    others are copied.
+
+    An id that is not an expert is found by the kernel, which masks its slot: the next call outside
+    a capture raises it if the GPU has come that far, `check` in any case.
+
+    Raises `MoEEpConfigError` naming the bytes where the workspace does not fit.
+    """
+
+    finds_bad_ids = True
+
+    def __init__(self, shape: MoEShape, experts: GroupedExperts, max_tokens: int) -> None:
+        self._shape, self._experts, self._device = shape, experts, experts.device
+        self._max_rows = max_tokens * shape.top_k
+        regions = workspace_regions(shape, shape.num_experts, max_tokens)
+        num_bytes = workspace_bytes(regions)
+        _log.info("workspace: %d bytes on %s, one for layers alike", num_bytes, self._device)
+        try:
+            self._workspace = shared_workspace(regions, self._device)
+        except torch.OutOfMemoryError as error:
+            raise MoEEpConfigError(
+                f"max_tokens_per_rank {max_tokens} needs {num_bytes} bytes of workspace on "
+                f"{self._device}, which are not free; allowed: fewer tokens"
+            ) from error
+        # 1 + slot of an id that is not an expert. The GPU writes pinned memory directly.
+        self._bad_slot = torch.zeros(1, dtype=torch.int32, pin_memory=torch.cuda.is_available())
+        self._is_warm = False
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes on the device. Layers of one geometry share the workspace."""
+        return self._experts.memory | {"shared workspace": self._workspace.num_bytes}
+
+    def require_callable(self) -> None:
+        """Raise what stands against a call now: `MoEEpStateError` in a capture that comes before
+        `warmup`, else `MoEEpConfigError` for a bad id of an earlier call."""
+        if not self._is_capturing():
+            self._raise_bad_slot()
+        elif not self._is_warm:
+            raise MoEEpStateError(
+                "a CUDA graph is being captured and the layer's kernels are not loaded; warm up "
+                "first: call layer.warmup() before the capture"
+            )
+
+    def forward(
+        self, inputs: MoEInputs, bound: int, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """BF16 [T, H], written to `out` if given. `bound` matters to several ranks alone."""
+        if not self._is_warm:
+            self.warmup()
+        x_TH, ids_TK, weights_TK = map(
+            _usable, (inputs.hidden_states, inputs.topk_ids, inputs.topk_weights)
+        )
+        y_TH = out if out is not None and _is_usable(out) else torch.empty_like(x_TH)
+        with torch.cuda.device(self._device):
+            self._launch(x_TH, ids_TK, weights_TK, y_TH)
+        return y_TH if out is None or y_TH is out else out.copy_(y_TH)
+
+    def warmup(self) -> None:
+        """Compile, load and launch every kernel that a call may take; waits for the GPU."""
+        shape, device = self._shape, self._device
+        around = permute_and_combine_builds(shape, shape.num_experts)
+        compile_all(around + self._experts.kernel_builds())  # several at a time
+        self._experts.warmup()
+        self._combine = Combine(_combine_config(shape))
+        self._permutes = {
+            dtype: Permute(_permute_config(shape, shape.num_experts, dtype)) for dtype in ID_DTYPES
+        }
+        x_TH = torch.zeros(1, shape.hidden, dtype=torch.bfloat16, device=device)
+        weights_TK = torch.zeros(1, shape.top_k, device=device)
+        with torch.cuda.device(device):
+            for dtype in ID_DTYPES:
+                masked_TK = torch.full((1, shape.top_k), -1, dtype=dtype, device=device)
+                self._launch(x_TH, masked_TK, weights_TK, torch.empty_like(x_TH))
+            # No row is routed now, so that the GEMMs end at once.
+            for num_rows in self._experts.rows_of_builds(self._max_rows):
+                self._launch_experts(num_rows)
+            torch.cuda.synchronize()
+        self._is_warm = True
+
+    def update_weights(self, weights: MoEWeights) -> None:
+        self._experts.update(weights)
+
+    def check(self) -> None:
+        """Wait for the GPU, then raise `MoEEpConfigError` for a bad id that a kernel found."""
+        if self._is_capturing():
+            raise MoEEpStateError("check() waits for the GPU; call it outside the capture")
+        torch.cuda.synchronize(self._device)
+        self._raise_bad_slot()
+
+    def refuse(self, reason: str) -> NoReturn:
+        raise MoEEpConfigError(reason)
+
+    def destroy(self) -> None:
+        """Nothing is held beyond this object; work on other streams than the current has ended."""
+
+    def _launch(
+        self,
+        x_TH: torch.Tensor,
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        out_TH: torch.Tensor,
+    ) -> None:
+        num_tokens, num_rows = len(x_TH), ids_TK.numel()
+        if num_tokens == 0:
+            return
+        workspace = self._workspace
+        if not torch.cuda.is_current_stream_capturing():
+            workspace.enter()
+        pool_row_TK = workspace["pool_row"][:num_tokens]
+        self._permutes[ids_TK.dtype](
+            ids_TK,
+            num_experts=self._shape.num_experts,
+            first_expert=0,
+            out_counts=workspace["counts"],
+            out_offsets=workspace["offsets"],
+            out_src_slot=workspace["src_slot"],
+            out_pool_row=pool_row_TK,
+            status=self._bad_slot,
+            hidden_states=x_TH,
+            out_pool=workspace["pool"],
+        )
+        self._launch_experts(num_rows)
+        self._combine(workspace["pool"], pool_row_TK, weights_TK, out_TH)
+
+    def _launch_experts(self, num_rows: int) -> None:
+        """FC1 and FC2 on the first rows of the pool, which the terms replace."""
+        workspace = self._workspace
+        pool_PH, hidden_PI = workspace["pool"][:num_rows], workspace["hidden"][:num_rows]
+        self._experts.run(pool_PH, workspace["offsets"], hidden_PI, pool_PH)
+
+    def _raise_bad_slot(self) -> None:
+        bad_slot = int(self._bad_slot)
+        if bad_slot:
+            self._bad_slot.zero_()
+            token_idx, slot_idx = divmod(bad_slot - 1, self._shape.top_k)
+            raise MoEEpConfigError(
+                f"topk_ids[{token_idx}, {slot_idx}] of an earlier call was not an expert; that "
+                "slot was masked; allowed: negative (masked) or below num_experts "
+                f"{self._shape.num_experts}"
+            )
+
+    def _is_capturing(self) -> bool:
+        with torch.cuda.device(self._device):
+            return torch.cuda.is_current_stream_capturing()
+
+
+def permute_and_combine_builds(shape: MoEShape, num_local_experts: int) -> list[KernelBuild]:
+    """The kernels around the GEMMs: permute for both dtypes of ids, combine."""
+    permutes = [permute_build(_permute_config(shape, num_local_experts, d)) for d in ID_DTYPES]
+    return [*permutes, combine_build(_combine_config(shape))]
+
+
+def _combine_config(shape: MoEShape) -> CombineConfig:
+    return CombineConfig(top_k=shape.top_k, hidden=shape.hidden)
+
+
+def _permute_config(
+    shape: MoEShape, num_local_experts: int, id_dtype: torch.dtype
+) -> PermuteConfig:
+    return PermuteConfig(
+        num_local_experts=num_local_experts,
+        top_k=shape.top_k,
+        hidden=shape.hidden,
+        ids_are_int64=id_dtype == torch.int64,
+    )
+
+
+def _is_usable(tensor: torch.Tensor) -> bool:
+    """Whether a kernel takes the tensor where it lies."""
+    return tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0
+
+
+def _usable(tensor: torch.Tensor) -> torch.Tensor:
+    if _is_usable(tensor):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
