@@ -100,6 +100,20 @@ def movmatrix_trans(
     return Uint32(_asm(T.i32(), [word], text, "=r,r", loc, ip))
 
 
+@dsl_user_op
+def byte_permute(
+    first: Uint32,
+    second: Uint32,
+    selector: int,
+    *,
+    loc: ir.Location | None = None,
+    ip: ir.InsertionPoint | None = None,
+) -> Uint32:
+    """prmt: bytes 0-3 are `first`'s, 4-7 `second`'s; nibbles of `selector` pick, lowest first."""
+    text = f"prmt.b32 $0, $1, $2, {selector:#06x};"
+    return Uint32(_asm(T.i32(), [first, second], text, "=r,r,r", loc, ip, pure=True))
+
+
 # ---- FP32 ---------------------------------------------------------------------------------------
 
 
@@ -179,6 +193,14 @@ def as_float(
 ) -> Float32:
     """The FP32 number with those bits."""
     return Float32(_asm(T.f32(), [word], "mov.b32 $0, $1;", "=f,r", loc, ip, pure=True))
+
+
+@dsl_user_op
+def float_bits(
+    value: Float32, *, loc: ir.Location | None = None, ip: ir.InsertionPoint | None = None
+) -> Uint32:
+    """The bits of an FP32 number."""
+    return Uint32(_asm(T.i32(), [value], "mov.b32 $0, $1;", "=r,f", loc, ip, pure=True))
 
 
 # ---- memory -------------------------------------------------------------------------------------

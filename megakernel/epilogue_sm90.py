@@ -1,4 +1,4 @@
-"""From accumulators to BF16 rows: scale, bias, activation, one rounding, transposed stores.
+"""From accumulators to rows of the output: scale, bias, activation, one rounding, stores.
 
 An accumulator tile is [64 weight rows, n tokens]; a thread holds rows g and g + 8 of its warp's
 16 and tokens 8 j + 2 q, 8 j + 2 q + 1. `movmatrix` transposes 8 x 8 blocks of rounded values, after
@@ -7,6 +7,7 @@ rows of a tile such channels):
 
     paired   gate and up of one channel in one thread: 32 channels a tile, 4 bytes a lane
     plain    64 channels a tile, 8 bytes a lane
+    FP32     plain and not rounded: 16 bytes a lane, both halves of a word transposed apart
 
 Every FP32 operation is rounded by itself or is an explicit FMA, so that all token tile widths give
 the same bits whatever the compiler contracts.
@@ -18,8 +19,10 @@ from cutlass import Constexpr, Float32, Int32, Int64, const_expr, cute, range_co
 
 from moe_ep.comm.ptx import (
     add_rn,
+    byte_permute,
     cvt_bf16x2,
     ex2_approx,
+    float_bits,
     fma_rn,
     max_nan,
     min_nan,
@@ -38,14 +41,22 @@ TANH_TERMS = (62 / 2835, -17 / 315, 2 / 15, -1 / 3)
 
 
 class EpilogueSm90:
-    """Epilogue of one GEMM. `activation` None: the sums themselves (FC2)."""
+    """Epilogue of one GEMM. `activation` None: the sums themselves (FC2), BF16 or FP32."""
 
-    def __init__(self, activation: Activation | None, num_channels: int, *, has_bias: bool) -> None:
+    def __init__(
+        self,
+        activation: Activation | None,
+        num_channels: int,
+        *,
+        has_bias: bool,
+        is_fp32: bool = False,
+    ) -> None:
+        assert activation is None or not is_fp32, "an activation is rounded to BF16"
         self.activation = activation
         self.num_channels = num_channels
         self.has_bias = has_bias
         self.is_paired = activation is not None and activation.is_gated
-        self.tile_channels = 32 if self.is_paired else 64
+        self.element_bytes = 4 if is_fp32 else 2
 
     @cute.jit
     def store_tile(
@@ -87,12 +98,24 @@ class EpilogueSm90:
                 [self._scaled(sums[4 * j + 2 * r + c], scales[r], offsets[r]) for c in range(2)]
                 for r in range(2)
             ]
-            words = [movmatrix_trans(cvt_bf16x2(*pair)) for pair in self._activated(values)]
+            words = self._transposed(self._activated(values))
             if (8 * j + group < num_rows) & (stored < self.num_channels):
-                st_global(row_addresses[j] + Int64(stored) * 2, words)
+                st_global(row_addresses[j] + Int64(stored) * self.element_bytes, words)
 
     def _scaled(self, value, scale, offset):
         return fma_rn(value, scale, offset) if self.has_bias else mul_rn(value, scale)
+
+    def _transposed(self, pairs):
+        """Pairs of tokens -> pairs of channels, rounded to BF16 or as they are."""
+        if self.element_bytes == 2:
+            return [movmatrix_trans(cvt_bf16x2(*pair)) for pair in pairs]
+        words = []
+        for pair in pairs:
+            first, second = (float_bits(value) for value in pair)
+            low = movmatrix_trans(byte_permute(first, second, 0x5410))
+            high = movmatrix_trans(byte_permute(first, second, 0x7632))
+            words += [byte_permute(low, high, 0x5410), byte_permute(low, high, 0x7632)]
+        return words
 
     def _activated(self, values):
         """values[row half][token] -> the pairs of tokens to store."""

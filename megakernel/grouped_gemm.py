@@ -37,6 +37,7 @@ class GemmSpec:
     activation        of FC1; None for FC2
     num_experts       local experts
     scatters_rows     row p of the pool is written to dst_rows[p]
+    is_fp32           FC2 writes its FP32 sums, not rounded
     """
 
     name: str
@@ -48,6 +49,7 @@ class GemmSpec:
     num_experts: int
     scatters_rows: bool
     knobs: KernelKnobs
+    is_fp32: bool = False
 
     def __post_init__(self) -> None:
         needed = self.knobs.smem_bytes(self.weights_format, self.num_experts)
@@ -95,6 +97,8 @@ class GroupedGemm:
     """The two GEMMs of one layer shape on one device.
 
     hidden, intermediate   H and I as held here; both multiples of 16
+    scatters_terms         FC2 writes pool row p to row dst_rows[p]
+    terms_are_fp32         FC2 writes FP32 sums, not rounded (a rank's part under tp)
     knobs                  None: chosen from the table for every call, by pool rows per expert. The
                            choice changes no bit.
     max_sms                most SMs that a launch takes; None: all
@@ -114,6 +118,7 @@ class GroupedGemm:
         has_bias13: bool = False,
         has_bias2: bool = False,
         scatters_terms: bool = False,
+        terms_are_fp32: bool = False,
         knobs: KernelKnobs | None = None,
         max_sms: int | None = None,
         device: torch.device | str = "cuda",
@@ -133,6 +138,7 @@ class GroupedGemm:
         self.num_local_experts = num_local_experts
         self.has_bias13, self.has_bias2 = has_bias13, has_bias2
         self.scatters_terms = scatters_terms
+        self.terms_are_fp32 = terms_are_fp32
         self.knobs = knobs
         self.device = torch.device(device)
         num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -152,6 +158,7 @@ class GroupedGemm:
             has_bias=self.has_bias13 if is_fc1 else self.has_bias2,
             num_experts=self.num_local_experts,
             scatters_rows=not is_fc1 and self.scatters_terms,
+            is_fp32=not is_fc1 and self.terms_are_fp32,
             knobs=knobs,
         )
 
@@ -192,8 +199,9 @@ class GroupedGemm:
         out_terms: torch.Tensor,
         dst_rows: torch.Tensor | None = None,
     ) -> None:
-        """BF16 [P, I] -> `out_terms` BF16 [.., H], on the current stream, right after `fc1`.
+        """BF16 [P, I] -> `out_terms` [.., H], on the current stream, right after `fc1`.
 
+        out_terms  BF16, or FP32 with `terms_are_fp32`
         dst_rows   int32 [P], with `scatters_terms`: row of `out_terms` for each pool row
         """
         self._launch(

@@ -1,7 +1,7 @@
 """FC1 or FC2 of all local experts in one persistent launch on Hopper.
 
     FC1   hidden[p, :] = activation(scale_e * x[p, :] W13_e^T + bias_e)     BF16 [P, I]
-    FC2   terms[p, :]  = scale_e * hidden[p, :] W2_e^T + bias_e             BF16 [P, H]
+    FC2   terms[p, :]  = scale_e * hidden[p, :] W2_e^T + bias_e             BF16 or FP32 [P, H]
 
 p runs over the pool: expert-sorted rows, those of local expert e are offsets[e] .. offsets[e + 1].
 Offsets are read on the device; the host knows only the pool's capacity. `dst_rows`, where used,
@@ -26,6 +26,7 @@ from collections.abc import Sequence
 
 import cuda.bindings.driver as cuda
 import cutlass
+import cutlass.memory
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream, make_ptr
@@ -55,7 +56,9 @@ class GroupedGemmSm90:
         self.spec = spec
         self.knobs = spec.knobs
         self.mainloop = MainloopSm90(spec.weights_format, spec.knobs)
-        self.epilogue = EpilogueSm90(spec.activation, spec.num_channels, has_bias=spec.has_bias)
+        self.epilogue = EpilogueSm90(
+            spec.activation, spec.num_channels, has_bias=spec.has_bias, is_fp32=spec.is_fp32
+        )
         self.num_slabs = num_slabs(spec.num_cols)
         self.num_slices = spec.num_slices
         self.row_items = spec.grid(1).row_items
@@ -144,7 +147,7 @@ class GroupedGemmSm90:
     ):
         tidx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        storage = cutlass.utils.SmemAllocator().allocate(self.storage)
+        storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         bars = storage.bars.data_ptr()
         ring_words = storage.weights.data_ptr()
         copies = [(small_copy, small_tokens), (wide_copy, wide_tokens)]
@@ -378,7 +381,7 @@ class GroupedGemmSm90:
             mmas[idx], width, decoder, bars, ring_words, ring_tokens, accumulators, warpgroup_idx,
             tid, num_slices, self.num_slabs, stage, phase,
         )  # fmt: skip
-        row_bytes = 2 * self.spec.num_channels
+        row_bytes = self.epilogue.element_bytes * self.spec.num_channels
         addresses = []
         for j in cutlass.range_constexpr(width // schedule.TOKEN_STEP):
             row = first_row + 8 * j + lane // 4
@@ -434,7 +437,7 @@ def build(spec: GemmSpec) -> CompiledFunction:
         pointer(Float32, 8),  # alpha
         pointer(Float32, 4),  # bias
         pointer(BFloat16, 16),  # rows in
-        pointer(BFloat16, 16),  # rows out
+        pointer(Uint32, 16),  # rows out
         pointer(Int32, 4),  # offsets
         pointer(Int32, 4),  # destination rows
         pointer(Int32, 8),  # counters
@@ -447,7 +450,7 @@ def build(spec: GemmSpec) -> CompiledFunction:
 
 def arguments(addresses: Sequence[int], num_pool_rows: int, num_ctas: int) -> tuple:
     """Arguments of a built kernel but for the stream; addresses in the order of `build`."""
-    dtypes = (Uint32, Float32, Float32, BFloat16, BFloat16, Int32, Int32, Int32)
+    dtypes = (Uint32, Float32, Float32, BFloat16, Uint32, Int32, Int32, Int32)
     pointers = (
         make_ptr(dtype, address, cute.AddressSpace.gmem)
         for dtype, address in zip(dtypes, addresses, strict=True)

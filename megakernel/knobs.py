@@ -23,8 +23,8 @@ class KernelKnobs:
     tile_widths           token tile widths, ascending; an item takes the narrowest that holds it
     stages                of the shared-memory ring, one K = 128 slab each
     producer_registers, math_registers   per thread of warpgroup 0 and of the math warpgroups
-    max_async_width       above it each half tile is waited for before the next is decoded, so
-                          that 16 operand registers fewer are live
+    overlaps_slices       the second slice is decoded while the first one's WGMMA run; takes 32
+                          operand registers more
     """
 
     num_math_warpgroups: int
@@ -33,7 +33,7 @@ class KernelKnobs:
     stages: int
     producer_registers: int
     math_registers: int
-    max_async_width: int = 256
+    overlaps_slices: bool = False
 
     def __post_init__(self) -> None:
         if self.num_math_warpgroups not in (2, 4):

@@ -12,6 +12,9 @@ so that neighbours in time share weights in L2 and the longest work never starts
 items by a counter. The last `num_halved` items are listed as two half-height items each: they are
 what evens out the end.
 
+The fused layer walks two such lists, one after the other: all of FC1, then all of FC2 in the same
+order of experts, so that an FC2 item stands behind everything it waits for, as far as can be.
+
 The functions above `Item` take Python ints or device integers alike: no branches, so a kernel
 traces the very functions that the CPU walks, and the two cannot disagree.
 """
@@ -55,6 +58,20 @@ def num_halved_items(num_items, num_ctas, slices_per_item):
     """
     last_wave = num_items % num_ctas
     return last_wave * (2 * last_wave <= num_ctas) * (slices_per_item - 1)
+
+
+def num_halved_fused(num_fc1_items, num_fc2_items, num_ctas, slices_per_item):
+    """The same for both lists of the fused layer: (of FC1, of FC2).
+
+    FC1 items that do not fill the CTAs are all halved, and FC2's with them: one CTA alone cannot
+    draw its share of memory bandwidth twice. Else half a wave of FC2 items evens out the end;
+    where FC1 ends FC2 goes on, so there is nothing to even out.
+    """
+    is_short = (num_fc1_items < num_ctas) * (slices_per_item - 1)
+    half_wave = num_ctas // 2 * (slices_per_item - 1)
+    is_fewer = num_fc2_items < half_wave
+    at_end = select(is_fewer, num_fc2_items, half_wave)
+    return is_short * num_fc1_items, select(is_short, num_fc2_items, at_end)
 
 
 def listed_item(index, num_items, num_halved):
@@ -109,13 +126,19 @@ def expert_order(rows_per_expert: Sequence[int]) -> list[int]:
     return sorted(range(len(rows_per_expert)), key=lambda e: (-rows_per_expert[e], e))
 
 
-def items(rows_per_expert: Sequence[int], grid: GemmGrid) -> Iterator[Item]:
-    """The list that the kernels walk, empty halves left out."""
+def items(
+    rows_per_expert: Sequence[int], grid: GemmGrid, num_halved: int | None = None
+) -> Iterator[Item]:
+    """The list that the kernels walk, empty halves left out.
+
+    `num_halved`: default, that of a GEMM by itself.
+    """
     first_rows = [sum(rows_per_expert[:e]) for e in range(len(rows_per_expert))]
     order = expert_order(rows_per_expert)
     tiles = [num_token_tiles(rows, grid.max_tile_width) for rows in rows_per_expert]
     num_items = grid.row_items * sum(tiles)
-    num_halved = num_halved_items(num_items, grid.num_ctas, grid.slices_per_item)
+    if num_halved is None:
+        num_halved = num_halved_items(num_items, grid.num_ctas, grid.slices_per_item)
     for index in range(num_items + num_halved):
         item, part = listed_item(index, num_items, num_halved)
         for expert in order:
@@ -127,3 +150,16 @@ def items(rows_per_expert: Sequence[int], grid: GemmGrid) -> Iterator[Item]:
         first, count = tile_rows(tile, rows_per_expert[expert], tiles[expert])
         if num_slices:
             yield Item(expert, first_slice, num_slices, first_rows[expert] + first, count)
+
+
+def fused_items(
+    rows_per_expert: Sequence[int], fc1: GemmGrid, fc2: GemmGrid
+) -> Iterator[tuple[int, Item]]:
+    """(GEMM, item), GEMM 0 = FC1 and 1 = FC2: the list that the fused kernel walks."""
+    num_tiles = sum(num_token_tiles(rows, fc1.max_tile_width) for rows in rows_per_expert)
+    num_halved = num_halved_fused(
+        num_tiles * fc1.row_items, num_tiles * fc2.row_items, fc1.num_ctas, fc1.slices_per_item
+    )
+    for gemm, grid in enumerate((fc1, fc2)):
+        for item in items(rows_per_expert, grid, num_halved[gemm]):
+            yield gemm, item

@@ -13,15 +13,18 @@ import pytest
 from moe_ep.megakernel.compile_cache import KernelBuild
 
 _OPCODE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)")
+_LABEL = re.compile(r"(\.L_x_\d+):")
+_BRANCH = re.compile(r"BRA.*`\((\.L_x_\d+)\)")
 _REGISTERS = re.compile(r"EIATTR_REGCOUNT.*?\.word\s+index.*?\.word\s+(0x[0-9a-f]+)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Sass:
-    """opcodes in program order (with their suffixes), registers of a thread."""
+    """opcodes in program order (with their suffixes), registers of a thread, bodies of loops."""
 
     opcodes: tuple[str, ...]
     num_registers: int
+    loops: tuple[tuple[str, ...], ...] = ()
 
     def count(self, *prefixes: str) -> int:
         return sum(opcode.startswith(prefixes) for opcode in self.opcodes)
@@ -39,7 +42,20 @@ def disassemble(kernel: KernelBuild, folder: Path) -> Sass:
     result = subprocess.run([_nvdisasm(), cubin], capture_output=True, text=True, check=True)
     registers = _REGISTERS.search(result.stdout)
     assert registers, "nvdisasm names no register count"
-    return Sass(tuple(_OPCODE.findall(result.stdout)), int(registers.group(1), 16))
+    opcodes = tuple(_OPCODE.findall(result.stdout))
+    return Sass(opcodes, int(registers.group(1), 16), _loops(result.stdout))
+
+
+def _loops(text: str) -> tuple[tuple[str, ...], ...]:
+    """Opcodes from the target of every backward branch to the branch."""
+    starts, found, end = {}, [], 0
+    for line in text.splitlines(keepends=True):
+        start, end = end, end + len(line)
+        if label := _LABEL.match(line):
+            starts[label.group(1)] = start
+        elif (branch := _BRANCH.search(line)) and branch.group(1) in starts:
+            found.append(tuple(_OPCODE.findall(text, starts[branch.group(1)], end)))
+    return tuple(found)
 
 
 def _nvdisasm() -> str:

@@ -331,6 +331,21 @@ def test_terms_are_scattered_to_the_rows_asked_for():
     assert torch.equal(case.terms[target.long()], expected)
 
 
+@pytest.mark.parametrize("name", ["nvfp4", "fp8_block"])
+def test_fp32_terms_round_to_the_bf16_ones(name):
+    weights = random_weights(name, 512, 256, len(SKEWED))
+    plain = Case(weights)
+    hidden, expected = plain.run()
+    case = Case(weights, prepared=plain.prepared, terms_are_fp32=True)
+    case.hidden[: case.num_rows] = hidden
+    case.terms = case.terms.float()
+    case.gemm.fc2(case.hidden, case.offsets, case.prepared, case.terms)
+    terms = case.terms[: case.num_rows]
+    assert torch.equal(terms.bfloat16(), expected)
+    assert relative_error(terms, case.exact("w2", hidden)) < 2e-6
+    assert case.terms[case.num_rows :].isnan().all()
+
+
 @pytest.mark.parametrize("max_sms", [1, 7])
 def test_fewer_ctas_give_the_same_bits(max_sms):
     weights = random_weights("nvfp4", 512, 256, len(SKEWED))
