@@ -23,16 +23,20 @@ ROLES = ("dispatch", "gemm")
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Geometry of a run. `fc1_slices`, `fc2_slices`: row slices of the two GEMMs of an expert."""
+    """Geometry of a run. `fc1_slices`, `fc2_slices`: row slices of the two GEMMs of an expert,
+    `slices_per_item` of which make an item."""
 
     workspace: Workspace
     num_experts: int
     num_ctas: int
     fc1_slices: int = 2
     fc2_slices: int = 2
+    slices_per_item: int = 1
 
     def grid(self, num_slices: int) -> schedule.GemmGrid:
-        return schedule.GemmGrid(num_slices, 1, self.workspace.max_tile_width, self.num_ctas)
+        return schedule.GemmGrid(
+            num_slices, self.slices_per_item, self.workspace.max_tile_width, self.num_ctas
+        )
 
 
 @dataclass(frozen=True)
@@ -315,13 +319,13 @@ class Run:
 
     def _items(self, plan: Plan):
         """(GEMM, item, tile) in the order of the list: all of FC1, then all of FC2."""
-        for gemm, num_slices in (1, self.setup.fc1_slices), (2, self.setup.fc2_slices):
-            for item in schedule.items(plan.rows, self.setup.grid(num_slices)):
-                first = item.first_row - sum(plan.rows[: item.expert])
-                row = plan.first_row[item.expert] + first
-                tile = plan.tile_of(row, self.setup.workspace.max_tile_width)
-                slices = range(item.first_slice, item.first_slice + item.num_slices)
-                yield gemm, item.expert, range(row, row + item.num_rows), tile, slices
+        grids = (self.setup.grid(n) for n in (self.setup.fc1_slices, self.setup.fc2_slices))
+        for gemm, item in schedule.fused_items(plan.rows, *grids):
+            first = item.first_row - sum(plan.rows[: item.expert])
+            row = plan.first_row[item.expert] + first
+            tile = plan.tile_of(row, self.setup.workspace.max_tile_width)
+            slices = range(item.first_slice, item.first_slice + item.num_slices)
+            yield gemm + 1, item.expert, range(row, row + item.num_rows), tile, slices
 
     def _item(self, rank: int, step: int, plan: Plan, gemm, expert, rows, tile, slices) -> Program:
         counter, target, phase = self.counters.tokens_arrived + tile, len(rows), Phase.TOKENS

@@ -95,6 +95,8 @@ class Workspace:
 
     intermediate    I, 0 where no GEMM runs between dispatch and combine
     max_tile_width  rows of the widest token tile
+    least_tile_width  the least `max_tile_width` among the builds that share the memory, which sizes
+                    the counters; 0: this build's
     Raises `MoEEpConfigError` for values below 1, for a hidden size that is not a multiple of 8
     (16 bytes, the unit of bulk copies) and for more slots than int32 can number.
     """
@@ -106,10 +108,12 @@ class Workspace:
     intermediate: int
     max_tokens_per_rank: int
     max_tile_width: int
+    least_tile_width: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value, least = getattr(self, field.name), int(field.name != "intermediate")
+            may_be_zero = field.name in ("intermediate", "least_tile_width")
+            value, least = getattr(self, field.name), int(not may_be_zero)
             if value < least:
                 raise MoEEpConfigError(f"{field.name} must be at least {least}, got {value}")
         if self.hidden % 8:
@@ -128,7 +132,8 @@ class Workspace:
     @property
     def counters(self) -> Counters:
         """An expert's last tile may be partly filled, hence one more tile for each."""
-        return Counters(self.num_local_experts + self.num_pool_rows // self.max_tile_width)
+        rows = self.least_tile_width or self.max_tile_width
+        return Counters(self.num_local_experts + self.num_pool_rows // rows)
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:

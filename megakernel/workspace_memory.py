@@ -41,6 +41,7 @@ class WorkspaceMemory:
             ) from error
         self.heaps = torch.tensor(self._symmetric.addresses, dtype=torch.int64, device=group.device)
         self.post_mortem = PostMortem(self.num_launched)
+        self._last_stream: torch.cuda.Stream | None = None
 
     def region(self, name: str) -> torch.Tensor:
         """[launched, *shape] view of a region."""
@@ -50,6 +51,17 @@ class WorkspaceMemory:
         first = self.layout.offsets[name]
         part = memory[:, first : first + region.num_bytes]
         return part.view(_DTYPES[region.dtype]).view(self.num_launched, *region.shape)
+
+    def enter(self, stream: torch.cuda.Stream) -> None:
+        """Before a launch on `stream`: it waits for the last launch's, if that was another one.
+
+        What a CUDA graph replays is ordered by whoever replays it.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            return
+        if self._last_stream not in (None, stream):
+            stream.wait_stream(self._last_stream)
+        self._last_stream = stream
 
     def check(self) -> None:
         """Raise what earlier launches have found, see `PostMortem.check`. Does not wait."""

@@ -15,7 +15,9 @@ from moe_ep.megakernel.workspace import Workspace
 NUM_SEEDS = 250  # of each of the eight geometries below
 
 
-def make_setup(num_ranks: int, num_ctas: int, num_experts: int, capacity: int, top_k: int) -> Setup:
+def make_setup(
+    num_ranks: int, num_ctas: int, num_experts: int, capacity: int, top_k: int, **slices
+) -> Setup:
     workspace = Workspace(
         num_ranks=num_ranks,
         num_local_experts=-(-num_experts // num_ranks),
@@ -25,7 +27,7 @@ def make_setup(num_ranks: int, num_ctas: int, num_experts: int, capacity: int, t
         max_tokens_per_rank=capacity,
         max_tile_width=8,
     )
-    return Setup(workspace=workspace, num_experts=num_experts, num_ctas=num_ctas)
+    return Setup(workspace=workspace, num_experts=num_experts, num_ctas=num_ctas, **slices)
 
 
 def random_routing(rng: random.Random, setup: Setup) -> Routing:
@@ -71,6 +73,21 @@ def test_common_cases_hold_between_ordinary_steps(case):
     ordinary = [[[0, 5], [1, 2]], [[3, 4]], [[2, 2], [0, 1]]]
     for seed in range(20):
         run(setup, [ordinary, CASES[case], CASES[case], ordinary], seed)
+
+
+@pytest.mark.parametrize("num_ctas", [1, 2, 5])
+@pytest.mark.parametrize("fc1_slices, fc2_slices", [(2, 4), (3, 5), (1, 1)])
+def test_half_items_keep_every_promise(num_ctas, fc1_slices, fc2_slices):
+    """Few FC1 items: all are halved; many: only the end of FC2 is."""
+    for seed in range(30):
+        rng = random.Random(seed)
+        setup = make_setup(
+            *(2, num_ctas, 4, rng.randint(1, 9), 2),
+            fc1_slices=fc1_slices,
+            fc2_slices=fc2_slices,
+            slices_per_item=2,
+        )
+        run(setup, [random_routing(rng, setup) for _ in range(2)], seed)
 
 
 def test_many_ctas_share_few_tokens():
@@ -149,6 +166,34 @@ def test_a_deadlock_names_phase_and_missing_rank():
     lost = Fault("drop", "arrived", "store", rank=2)
     with pytest.raises(ProtocolError, match=r"phase ARRIVED for rank 2: arrived expected 1, seen"):
         run(setup, [[[[0]], [[1]], [[2]]]], 0, lost)
+
+
+ROWS = [[3, 0, 40, 9], [1], [0, 0], [100, 1, 1], [8] * 32, [1] * 8 + [0] * 24]
+
+
+@pytest.mark.parametrize("rows", ROWS, ids=str)
+@pytest.mark.parametrize("fc1_slices, fc2_slices", [(16, 28), (4, 3), (1, 7)])
+@pytest.mark.parametrize("slices_per_item", [1, 2])
+def test_the_fused_list_holds_every_slice_once_and_fc2_behind_its_fc1(
+    rows, fc1_slices, fc2_slices, slices_per_item
+):
+    grids = [schedule.GemmGrid(n, slices_per_item, 32, 132) for n in (fc1_slices, fc2_slices)]
+    done = {}
+    for gemm, item in schedule.fused_items(rows, *grids):
+        tile = item.expert, item.first_row
+        for s in range(item.first_slice, item.first_slice + item.num_slices):
+            assert (gemm, *tile, s) not in done
+            done[gemm, *tile, s] = item.num_rows
+        if gemm == 1:
+            assert all((0, *tile, s) in done for s in range(fc1_slices))
+    assert sum(done.values()) == sum(rows) * (fc1_slices + fc2_slices)
+
+
+@pytest.mark.parametrize("rows, halved", [([1] * 8, (64, 112)), ([8] * 32, (0, 66)), ([0], (0, 0))])
+def test_items_are_halved_where_few_and_at_the_end(rows, halved):
+    """The measured cases of 8 experts hit, and of all 32."""
+    hit = sum(n > 0 for n in rows)
+    assert schedule.num_halved_fused(8 * hit, 14 * hit, 132, 2) == halved
 
 
 @pytest.mark.parametrize("rows", [[3, 0, 40, 9], [1], [0, 0], [100, 1, 1]], ids=str)

@@ -1,0 +1,292 @@
+"""The fused layer on the device: torch tensors in, one launch, nothing awaited.
+
+The kernel is `mega_moe_sm90.py`; this module needs CuTe DSL only when it compiles or launches.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from moe_ep.comm.errors import MoEEpConfigError
+from moe_ep.comm.group import EpGroup
+from moe_ep.megakernel import workspace_memory
+from moe_ep.megakernel.compile_cache import KernelBuild, compile_all, load
+from moe_ep.megakernel.formats import TILE_COLS, TILE_FORMATS, PreparedWeights
+from moe_ep.megakernel.grouped_gemm import GemmSpec
+from moe_ep.megakernel.knobs import BF16_BYTES, KNOB_TABLE, MAX_SMEM_BYTES, KernelKnobs
+from moe_ep.megakernel.problem import Activation, MoEShape
+from moe_ep.megakernel.workspace import Workspace
+
+NUM_ROW_BUFFERS = 2  # of the pull, a token row each
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegaSpec:
+    """Everything that one compiled kernel depends on.
+
+    layout        of the workspace; its tile width is the knobs' widest
+    num_experts   E over all ranks
+    num_launched  ranks in one launch: 1, or all of a virtual group
+    is_bounded    whether waits end when the time is up
+    """
+
+    layout: Workspace
+    num_experts: int
+    weights_format: str
+    activation: Activation
+    has_bias13: bool
+    has_bias2: bool
+    knobs: KernelKnobs
+    num_launched: int = 1
+    ids_are_int64: bool = False
+    is_bounded: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num_lent_stages >= self.knobs.stages:
+            raise MoEEpConfigError(
+                f"hidden {self.layout.hidden} needs {self.num_lent_stages} ring stages for two "
+                f"token rows; allowed: fewer than the {self.knobs.stages} of the knobs"
+            )
+        if self.smem_bytes > MAX_SMEM_BYTES:
+            raise MoEEpConfigError(
+                f"knobs with {self.knobs.stages} stages of {self.weights_format} and "
+                f"{self.layout.num_local_experts} experts need {self.smem_bytes} bytes of shared "
+                f"memory; allowed: {MAX_SMEM_BYTES}"
+            )
+
+    @cached_property
+    def fc1(self) -> GemmSpec:
+        return self._gemm("fc1", self.layout.hidden, self.layout.intermediate)
+
+    @cached_property
+    def fc2(self) -> GemmSpec:
+        return self._gemm("fc2", self.layout.intermediate, self.layout.hidden)
+
+    def _gemm(self, name: str, num_cols: int, num_channels: int) -> GemmSpec:
+        is_fc1 = name == "fc1"
+        return GemmSpec(
+            name=name,
+            weights_format=self.weights_format,
+            num_cols=num_cols,
+            num_channels=num_channels,
+            activation=self.activation if is_fc1 else None,
+            has_bias=self.has_bias13 if is_fc1 else self.has_bias2,
+            num_experts=self.layout.num_local_experts,
+            scatters_rows=not is_fc1,
+            knobs=self.knobs,
+        )
+
+    @property
+    def stage_weight_bytes(self) -> int:
+        tiles = self.knobs.num_math_warpgroups * self.knobs.slices_per_item
+        return tiles * TILE_FORMATS[self.weights_format].tile_bytes
+
+    @property
+    def stage_token_bytes(self) -> int:
+        return self.knobs.max_tile_width * TILE_COLS * BF16_BYTES
+
+    @property
+    def lends_weights(self) -> bool:
+        """Whether the pull's row buffers lie in the ring's weights or in its tokens."""
+        return self.stage_weight_bytes >= self.stage_token_bytes
+
+    @property
+    def num_lent_stages(self) -> int:
+        needed = NUM_ROW_BUFFERS * self.layout.hidden * BF16_BYTES
+        return -(-needed // max(self.stage_weight_bytes, self.stage_token_bytes))
+
+    @property
+    def smem_bytes(self) -> int:
+        """Ring, what the scan finds (six words an expert), peers, barriers and alignment."""
+        stage_bytes = self.stage_weight_bytes + self.stage_token_bytes
+        scan_bytes = 24 * self.layout.num_local_experts + 16 * self.layout.num_ranks
+        return self.knobs.stages * stage_bytes + scan_bytes + 1536
+
+    def kernel_build(self) -> KernelBuild:
+        return KernelBuild("mega_moe", self, _build)
+
+
+def _build(spec: MegaSpec):
+    from moe_ep.megakernel.mega_moe_sm90 import build
+
+    return build(spec)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A build that serves calls of up to `max_tokens` tokens on every rank."""
+
+    max_tokens: int
+    knobs: KernelKnobs
+
+
+def make_buckets(
+    weights_format: str, shape: MoEShape, max_tokens_per_rank: int, num_ranks: int
+) -> tuple[Bucket, ...]:
+    """The builds of the knob table that a capacity can need, by ascending tokens.
+
+    A row's limit is in pool rows of an expert: num_ranks * tokens * K / E where routing is even.
+    """
+    buckets = []
+    for row in KNOB_TABLE:
+        if weights_format not in row.formats:
+            continue
+        limit = row.max_rows * shape.num_experts / (num_ranks * shape.top_k)
+        max_tokens = max_tokens_per_rank
+        if limit < max_tokens_per_rank:
+            max_tokens = int(limit)
+        if max_tokens:
+            buckets.append(Bucket(max_tokens, row.knobs))
+        if limit >= max_tokens_per_rank:
+            break
+    return tuple(buckets)
+
+
+class MegaMoE:
+    """One layer's geometry on one GPU: this rank, or all ranks of a virtual group. Collective.
+
+    knobs      None: the knob table's build for each call's bound on tokens; no choice changes bits
+    max_sms    most SMs that a launch takes; None: all
+    is_bounded False builds kernels whose waits have no end
+
+    Layers of one geometry share the workspace and take turns. Calls may be captured in a CUDA
+    graph after `warmup()`; the number of tokens is then the captured one, routing may change.
+    Raises `MoEEpConfigError` where a build or the workspace does not fit.
+    """
+
+    def __init__(
+        self,
+        group: EpGroup,
+        shape: MoEShape,
+        weights_format: str,
+        *,
+        max_tokens_per_rank: int,
+        has_bias13: bool = False,
+        has_bias2: bool = False,
+        knobs: KernelKnobs | None = None,
+        max_sms: int | None = None,
+        is_bounded: bool = True,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self.device = group.device
+        self.buckets = (
+            (Bucket(max_tokens_per_rank, knobs),)
+            if knobs
+            else make_buckets(weights_format, shape, max_tokens_per_rank, group.num_ranks)
+        )
+        least_width = min(bucket.knobs.max_tile_width for bucket in self.buckets)
+        layout = Workspace(
+            num_ranks=group.num_ranks,
+            num_local_experts=-(-shape.num_experts // group.num_ranks),
+            top_k=shape.top_k,
+            hidden=shape.hidden,
+            intermediate=shape.intermediate,
+            max_tokens_per_rank=max_tokens_per_rank,
+            max_tile_width=least_width,
+            least_tile_width=least_width,
+        )
+        self._spec = functools.partial(
+            MegaSpec,
+            num_experts=shape.num_experts,
+            weights_format=weights_format,
+            activation=shape.activation,
+            has_bias13=has_bias13,
+            has_bias2=has_bias2,
+            num_launched=group.num_ranks if group.is_virtual else 1,
+            is_bounded=is_bounded,
+        )
+        self._layout = layout
+        self._kernel = functools.cache(self._choose)
+        for build in self.kernel_builds():
+            assert build  # raises where it does not fit, before anything is allocated
+        self.memory = workspace_memory.acquire(group, layout)
+        num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self._ctas_per_rank = min(num_sms, max_sms or num_sms) // self.memory.num_launched
+        self._first_rank = 0 if group.is_virtual else group.rank
+        self._timeout_ns = int(timeout_s * 1e9)
+        # Entry T holds T: the kernel reads the number of tokens where a captured call leaves it.
+        self._token_counts = torch.arange(
+            max_tokens_per_rank + 1, dtype=torch.int32, device=self.device
+        )
+
+    def spec(self, knobs: KernelKnobs, ids_are_int64: bool) -> MegaSpec:
+        layout = replace(self._layout, max_tile_width=knobs.max_tile_width)
+        return self._spec(layout=layout, knobs=knobs, ids_are_int64=ids_are_int64)
+
+    def kernel_builds(self) -> list[KernelBuild]:
+        """Every kernel that a call may launch."""
+        return [
+            self.spec(bucket.knobs, is_int64).kernel_build()
+            for bucket in self.buckets
+            for is_int64 in (False, True)
+        ]
+
+    def warmup(self) -> None:
+        """Compile and load every kernel; afterwards calls neither compile nor allocate."""
+        builds = self.kernel_builds()
+        compile_all(builds)
+        for build in builds:
+            load(build)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        weights: PreparedWeights,
+        out: torch.Tensor,
+        *,
+        max_tokens: int | None = None,
+        num_tokens: torch.Tensor | None = None,
+        late_rank: int = -1,
+        late_s: float = 0.0,
+    ) -> None:
+        """One launch on the current stream. Contiguous tensors on the GPU, x and out aligned to 16
+        bytes.
+
+        x, out        [T, H] BF16; of n virtual ranks [n, C, H], C the capacity
+        topk_ids      [T, K] int32 or int64, [n, C, K]
+        topk_weights  [T, K] FP32, [n, C, K]
+        weights       of this rank's experts; of virtual ranks those of all experts
+        max_tokens    bound on every rank's tokens that chooses the build; default: the capacity
+        num_tokens    [n] int32 on the GPU, T of each virtual rank, or -1 - code to refuse
+        late_rank     virtual rank that starts `late_s` late, or if that is negative never: for
+                      tests
+        """
+        counts = self._token_counts.data_ptr() + 4 * len(x)
+        if num_tokens is not None:
+            counts = num_tokens.data_ptr()
+        bias13, bias2 = (0 if b is None else b.data_ptr() for b in (weights.b13, weights.b2))
+        stream = torch.cuda.current_stream(self.device)
+        self.memory.enter(stream)
+        self._kernel(max_tokens, topk_ids.dtype == torch.int64)(
+            *(x.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr(), out.data_ptr()),
+            *(counts, weights.w13.data_ptr(), weights.w13_alpha.data_ptr(), bias13),
+            *(weights.w2.data_ptr(), weights.w2_alpha.data_ptr(), bias2),
+            *(self.memory.heaps.data_ptr(), self.memory.local.data_ptr()),
+            *(self.memory.post_mortem.address, self._timeout_ns, int(late_s * 1e9)),
+            *(late_rank, self._first_rank, self._ctas_per_rank, 0),
+            _stream(stream.cuda_stream),
+        )
+
+    def _choose(self, max_tokens: int | None, ids_are_int64: bool):
+        fits = (b for b in self.buckets if max_tokens is not None and max_tokens <= b.max_tokens)
+        bucket = next(fits, self.buckets[-1])
+        return load(self.spec(bucket.knobs, ids_are_int64).kernel_build())
+
+    def check(self) -> None:
+        """Raise what earlier launches have found, see `WorkspaceMemory.check`; does not wait."""
+        self.memory.check()
+
+    def destroy(self) -> None:
+        """Give the workspace back once the launches that use it have ended. Idempotent."""
+        workspace_memory.release(self.memory)
+
+
+@functools.cache
+def _stream(handle: int):
+    import cuda.bindings.driver as cuda
+
+    return cuda.CUstream(handle)
