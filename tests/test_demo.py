@@ -14,6 +14,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from moe_ep.launch import demo
 from moe_ep.launch.demo_report import Deviation, Report
 
+# Three demos in a row, as a user starts them: half a minute each on an idle machine.
+pytestmark = pytest.mark.timeout(600)
+
 PASSED = Report(
     backend="split",
     device="cpu",
