@@ -316,7 +316,7 @@ def test_a_rank_that_goes_missing_is_named(how, tmp_path):
     assert isinstance(error, MoEEpTimeoutError)
     assert (error.ranks, error.step) == ((1,), 2)
     assert "no sign of life from rank 1" in str(error)
-    assert seen["seconds"] < 3.0 + 2.0 + 10.0  # time-out, grace, a busy machine
+    assert seen["seconds"] < 30.0  # time-out 3, grace 2, and a busy machine
     assert isinstance(seen["second"], MoEEpStateError)
 
 
@@ -348,6 +348,7 @@ def build_late_on_rank_one(rank: int, num_ranks: int) -> tuple[Exception | None,
     error = None
     if rank == 0:
         error = outcome(lambda: make_layer(rank, num_ranks, timeout_s=1.0))
+    dist.barrier()
     return error, make_layer(rank, num_ranks)(good_inputs())
 
 
