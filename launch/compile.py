@@ -31,23 +31,15 @@ def kernel_builds(
     `MoEEpUnavailableError` where CuTe DSL is not installed.
     """
     try:
-        from moe_ep.megakernel.combine_sm90 import CombineConfig, combine_build
-        from moe_ep.megakernel.permute_sm90 import PermuteConfig, permute_build
+        from moe_ep.grouped import permute_and_combine_builds
     except ImportError as error:
         raise MoEEpUnavailableError(
             f"compiling kernels needs nvidia-cutlass-dsl (pip install 'moe-ep[gpu]'): {error}"
         ) from error
-    builds = [combine_build(CombineConfig(top_k=shape.top_k, hidden=shape.hidden))]
+    builds = {}
     shares = {len(owned_experts(shape.num_experts, num_ranks, r)) for r in (0, num_ranks - 1)}
     for num_local_experts in shares - {0}:
-        for ids_are_int64 in (False, True):
-            config = PermuteConfig(
-                num_local_experts=num_local_experts,
-                top_k=shape.top_k,
-                hidden=shape.hidden,
-                ids_are_int64=ids_are_int64,
-            )
-            builds.append(permute_build(config))
+        kernels = permute_and_combine_builds(shape, num_local_experts)
         for row in KNOB_TABLE:
             if weights_format in row.formats:
                 fc1 = GemmSpec(
@@ -68,8 +60,9 @@ def kernel_builds(
                     num_channels=shape.hidden,
                     activation=None,
                 )
-                builds += [fc1.kernel_build(), fc2.kernel_build()]
-    return builds
+                kernels += [fc1.kernel_build(), fc2.kernel_build()]
+        builds |= {kernel.symbol: kernel for kernel in kernels}
+    return list(builds.values())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,9 @@
 """`moe-ep estimate`: bytes that one rank needs for a layer, before anything is allocated.
 
 Weights from `WeightFormat`; buffers from what one call of the split path (`moe_ep/split.py` over
-`comm/torch_transport.py`) holds, phase by phase. Plain integers: no GPU, no process group.
+`comm/torch_transport.py`) holds, phase by phase. `--kernel grouped`: prepared weights, and on one
+rank the workspace, as `moe_ep/grouped_memory.py` allocates them. Plain integers: no GPU, no process
+group.
 
 Letters: R ranks, C capacity (tokens per rank), K slots, H hidden, I intermediate, e local experts,
 N tokens received, P pool rows (received slots whose expert is here).
@@ -12,6 +14,9 @@ import json
 from dataclasses import asdict, dataclass
 
 from moe_ep.comm.errors import MoEEpConfigError
+from moe_ep.config import GroupedGemmConfig
+from moe_ep.grouped_limits import layer_misfit
+from moe_ep.grouped_memory import prepared_bytes, workspace_regions
 from moe_ep.launch.geometries import GEOMETRIES, geometry
 from moe_ep.megakernel.problem import WEIGHT_FORMATS, MoEShape, owned_experts, weight_format
 
@@ -19,6 +24,7 @@ _BF16, _FP32, _INT64 = 2, 4, 8
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 PHASES = ("dispatch", "experts", "combine")
 ROUTINGS = ("even", "worst")
+KERNELS = ("torch", "grouped")
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,7 @@ class Problem:
     num_ranks: int
     max_tokens_per_rank: int
     parallel: str = "ep"
+    kernel: str = "torch"
 
     def __post_init__(self) -> None:
         fmt = weight_format(self.weights_format)
@@ -61,6 +68,17 @@ class Problem:
                 f"intermediate {self.shape.intermediate} does not divide over {self.num_ranks} "
                 f"ranks in whole scale blocks; allowed: multiples of {multiple}"
             )
+        if self.kernel not in KERNELS:
+            raise MoEEpConfigError(f"kernel must be one of {KERNELS}, got {self.kernel!r}")
+        misfit = self.kernel == "grouped" and layer_misfit(
+            self.shape,
+            self.weights_format,
+            GroupedGemmConfig(),
+            parallel=self.parallel,
+            num_local_experts=self.num_local_experts,
+        )
+        if misfit:
+            raise MoEEpConfigError(misfit)
 
     @property
     def num_local_experts(self) -> int:
@@ -83,6 +101,10 @@ def weight_regions(problem: Problem) -> list[Region]:
     Biases are not counted."""
     fmt, shape = weight_format(problem.weights_format), problem.shape
     num_experts, halves = problem.num_local_experts, shape.num_fc1_halves
+    if problem.kernel == "grouped":
+        num_bytes = prepared_bytes(shape, fmt.name, num_experts)
+        note = f"{num_experts} experts in {fmt.name} tiles, padded, with their scales"
+        return [Region("prepared weights", num_bytes, note)]
     hidden, intermediate = shape.hidden, problem.local_intermediate
     regions = [
         Region(
@@ -109,6 +131,8 @@ def buffer_regions(problem: Problem, routing: str = "even") -> list[Region]:
              rank goes to this rank's experts, one of which gets them all
     """
     shape, num_ranks, capacity = problem.shape, problem.num_ranks, problem.max_tokens_per_rank
+    if problem.kernel == "grouped" and num_ranks == 1:
+        return _workspace(problem)
     hidden, top_k = shape.hidden, shape.top_k
     is_tp = problem.parallel == "tp"
     term_bytes = _FP32 if is_tp else _BF16
@@ -144,12 +168,7 @@ def buffer_regions(problem: Problem, routing: str = "even") -> list[Region]:
         ),
         Region("pool", num_pool * hidden * _BF16, f"[{num_pool}, H] BF16", after_dispatch),
         Region("terms", num_pool * hidden * term_bytes, f"[{num_pool}, H]", after_dispatch),
-        Region(
-            "one expert",
-            _expert_bytes(problem, num_largest),
-            f"decoded matrix, FC1 and FC2 of {num_largest} rows",
-            ("experts",),
-        ),
+        _between_gemms(problem, num_pool, num_largest),
         Region("terms in slot order", num_pool * hidden * term_bytes, f"[{num_pool}, H]", combine),
     ]
     if is_tp:
@@ -164,6 +183,24 @@ def buffer_regions(problem: Problem, routing: str = "even") -> list[Region]:
     note = f"3 x [{num_sums}, H] FP32"
     regions.append(Region("sum over the slots", 3 * num_sums * hidden * _FP32, note, combine))
     return regions
+
+
+def _workspace(problem: Problem) -> list[Region]:
+    """What layers of one geometry share on one rank; their calls allocate nothing else."""
+    regions = workspace_regions(
+        problem.shape, problem.num_local_experts, problem.max_tokens_per_rank
+    )
+    return [Region(r.name, r.num_bytes, f"{list(r.shape)} {r.dtype}") for r in regions]
+
+
+def _between_gemms(problem: Problem, num_pool: int, num_largest: int) -> Region:
+    """What the experts need beside rows and terms."""
+    if problem.kernel == "grouped":
+        num_bytes = num_pool * problem.local_intermediate * _BF16
+        return Region("hidden activations", num_bytes, f"[{num_pool}, I] BF16", ("experts",))
+    num_bytes = _expert_bytes(problem, num_largest)
+    note = f"decoded matrix, FC1 and FC2 of {num_largest} rows"
+    return Region("one expert", num_bytes, note, ("experts",))
 
 
 def _expert_bytes(problem: Problem, num_rows: int) -> int:
@@ -200,6 +237,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-tokens-per-rank", type=int, default=512, help="capacity (default: 512)"
     )
     parser.add_argument("--parallel", choices=("ep", "tp"), default="ep")
+    parser.add_argument(
+        "--kernel", choices=KERNELS, default="torch", help="of the split path (default: torch)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -215,6 +255,7 @@ def run(args: argparse.Namespace) -> int:
         num_ranks=args.ranks,
         max_tokens_per_rank=args.max_tokens_per_rank,
         parallel=args.parallel,
+        kernel=args.kernel,
     )
     weights = weight_regions(problem)
     buffers = {routing: buffer_regions(problem, routing) for routing in ROUTINGS}
@@ -253,8 +294,9 @@ def _print_table(problem: Problem, weights: list[Region], buffers: dict[str, lis
         f"K={shape.top_k} H={shape.hidden} I={shape.intermediate}, "
         f"{problem.max_tokens_per_rank} tokens per rank",
         caption="Peak: the largest sum of buffers alive at once, in one call. even: all experts "
-        "get the same; worst: every token of every rank comes here. The workspace of the mega "
-        "kernel comes with that kernel.",
+        "get the same; worst: every token of every rank comes here. With the grouped kernel on one "
+        "rank, layers of one geometry share the buffers. The workspace of the mega kernel comes "
+        "with that kernel.",
     )
     table.add_column("region")
     table.add_column("even", justify="right")

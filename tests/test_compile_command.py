@@ -72,9 +72,9 @@ def test_run_compiles_each_kernel_once_and_prints_where(monkeypatch, capsys, tmp
 
 
 def test_without_cute_dsl_it_says_what_to_install(monkeypatch, capsys):
-    for name in ("combine_sm90", "permute_sm90"):
-        monkeypatch.delitem(sys.modules, f"moe_ep.megakernel.{name}", raising=False)
-        monkeypatch.delattr(f"moe_ep.megakernel.{name}", raising=False)
+    for name in ("megakernel.combine_sm90", "megakernel.permute_sm90", "grouped"):
+        monkeypatch.delitem(sys.modules, f"moe_ep.{name}", raising=False)
+        monkeypatch.delattr(f"moe_ep.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "cutlass", None)
     monkeypatch.setitem(sys.modules, "cutlass.cute", None)
     assert main(["compile", "--geometry", "tiny"]) == 2
