@@ -206,10 +206,6 @@ class MegaMoE:
         self._ctas_per_rank = min(num_sms, max_sms or num_sms) // self.memory.num_launched
         self._first_rank = 0 if group.is_virtual else group.rank
         self._timeout_ns = int(timeout_s * 1e9)
-        # Entry T holds T: the kernel reads the number of tokens where a captured call leaves it.
-        self._token_counts = torch.arange(
-            max_tokens_per_rank + 1, dtype=torch.int32, device=self.device
-        )
 
     def spec(self, knobs: KernelKnobs, ids_are_int64: bool) -> MegaSpec:
         layout = replace(self._layout, max_tile_width=knobs.max_tile_width)
@@ -255,9 +251,7 @@ class MegaMoE:
         late_rank     virtual rank that starts `late_s` late, or if that is negative never: for
                       tests
         """
-        counts = self._token_counts.data_ptr() + 4 * len(x)
-        if num_tokens is not None:
-            counts = num_tokens.data_ptr()
+        counts = 0 if num_tokens is None else num_tokens.data_ptr()
         bias13, bias2 = (0 if b is None else b.data_ptr() for b in (weights.b13, weights.b2))
         stream = torch.cuda.current_stream(self.device)
         self.memory.enter(stream)
@@ -267,7 +261,7 @@ class MegaMoE:
             *(weights.w2.data_ptr(), weights.w2_alpha.data_ptr(), bias2),
             *(self.memory.heaps.data_ptr(), self.memory.local.data_ptr()),
             *(self.memory.post_mortem.address, self._timeout_ns, int(late_s * 1e9)),
-            *(late_rank, self._first_rank, self._ctas_per_rank, 0),
+            *(len(x), late_rank, self._first_rank, self._ctas_per_rank, 0),
             _stream(stream.cuda_stream),
         )
 

@@ -42,6 +42,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream
 
 from moe_ep.comm.device import Watch, count, int32_ptr, int64_ptr
+from moe_ep.comm.ptx import prefetch_l2
 from moe_ep.megakernel import protocol, schedule
 from moe_ep.megakernel.combine import Combine
 from moe_ep.megakernel.compile_cache import CompiledFunction, compile_for_sm90
@@ -64,6 +65,7 @@ EXPERT, GEMM, FIRST_SLICE, NUM_SLICES, FIRST_ROW, NUM_ROWS, TILE = range(7)
 RECORD_WORDS = 8
 NUM_RECORDS = 2
 END = -1  # expert of the record after the last item
+CACHE_LINE = 128  # bytes
 RECORD_BYTES = 64  # of a post-mortem record
 
 
@@ -95,7 +97,7 @@ class MegaMoESm90:
         topk_ids: Int64,
         topk_weights: Int64,
         out: Int64,
-        num_tokens: Int64,
+        token_counts: Int64,
         w13: Int64,
         w13_alpha: Int64,
         b13: Int64,
@@ -107,6 +109,7 @@ class MegaMoESm90:
         record: Int64,
         timeout_ns: Int64,
         late_ns: Int64,
+        num_tokens: Int32,
         late_rank: Int32,
         first_rank: Int32,
         ctas_per_rank: Int32,
@@ -116,7 +119,8 @@ class MegaMoESm90:
         """Addresses; of several launched ranks those of the first, the next rank's a capacity (x,
         topk_ids, topk_weights, out) or its experts (weights) later.
 
-        num_tokens   [launched] Int32 on the device
+        num_tokens   T of the one launched rank, or -1 - code for one that refuses
+        token_counts [launched] Int32 on the device: the same of several ranks
         heaps        [R] Int64, address of every rank's symmetric regions
         local        local regions of the first launched rank, the next `num_bytes("local")` later
         record       its post-mortem record
@@ -151,10 +155,10 @@ class MegaMoESm90:
         self.kernel(
             *(pool_small, pool_small_rows, pool_wide, pool_wide_rows),
             *(hidden_small, hidden_small_rows, hidden_wide, hidden_wide_rows),
-            *(x, topk_ids, topk_weights, out, num_tokens),
+            *(x, topk_ids, topk_weights, out, token_counts),
             *(w13, w13_alpha, b13, w2, w2_alpha, b2),
             *(heaps, local, record, timeout_ns, late_ns),
-            *(late_rank, first_rank, ctas_per_rank, zero),
+            *(num_tokens, late_rank, first_rank, ctas_per_rank, zero),
             self.mainloop.make_mmas(),
         ).launch(
             grid=[ctas_per_rank * self.spec.num_launched, 1, 1],
@@ -191,7 +195,7 @@ class MegaMoESm90:
         topk_ids: Int64,
         topk_weights: Int64,
         out: Int64,
-        num_tokens: Int64,
+        token_counts: Int64,
         w13: Int64,
         w13_alpha: Int64,
         b13: Int64,
@@ -203,6 +207,7 @@ class MegaMoESm90:
         record: Int64,
         timeout_ns: Int64,
         late_ns: Int64,
+        num_tokens: Int32,
         late_rank: Int32,
         first_rank: Int32,
         ctas_per_rank: Int32,
@@ -221,12 +226,14 @@ class MegaMoESm90:
         rank_local = local + Int64(launched) * layout.num_bytes("local")
         tokens = Int64(launched) * layout.max_tokens_per_rank
         id_bytes = 8 if self.spec.ids_are_int64 else 4
+        if const_expr(self.spec.num_launched > 1):
+            num_tokens = (int32_ptr(token_counts) + launched).load()
         inputs = RankInputs(
             x=x + tokens * self.dispatch.row_bytes,
             topk_ids=topk_ids + tokens * (layout.top_k * id_bytes),
             topk_weights=topk_weights + tokens * (layout.top_k * 4),
             out=out + tokens * self.dispatch.row_bytes,
-            num_tokens=(int32_ptr(num_tokens) + launched).load(),
+            num_tokens=num_tokens,
         )
         step = load_step(rank_local, layout.offsets["step"])
         view = RankView(
@@ -335,6 +342,10 @@ class MegaMoESm90:
     def route(self, view, inputs, storage, heaps: Int64, thread_idx: Int32):
         """All threads: phases A to C up to what the CTA needs to know of its rank's experts."""
         threads = Threads(thread_idx, self.knobs.num_threads, 0)
+        # Nothing but these cold reads delays the weights, so they start together.
+        id_bytes = inputs.num_tokens * self.layout.top_k * (8 if self.spec.ids_are_int64 else 4)
+        if thread_idx * CACHE_LINE < id_bytes:
+            prefetch_l2(inputs.topk_ids + Int64(thread_idx) * CACHE_LINE)
         if thread_idx == 0:
             self.dispatch.init(storage)
         load_peers(view.peers, heaps, self.layout.num_ranks, threads)
@@ -656,5 +667,5 @@ class MegaMoESm90:
 def build(spec: MegaSpec) -> CompiledFunction:
     """Cross-compile one kernel; needs no GPU."""
     addresses, numbers = [Int64(0)] * 14, [Int64(0)] * 2
-    sizes = [Int32(0), Int32(0), Int32(1), Int32(0)]
+    sizes = [Int32(1), Int32(0), Int32(0), Int32(1), Int32(0)]
     return compile_for_sm90(MegaMoESm90(spec), *addresses, *numbers, *sizes, make_fake_stream())

@@ -1,0 +1,179 @@
+"""Time the fused layer of one rank; values are checked first.
+
+    python scripts/bench_mega.py --out mega.json --tokens 1,8,32,128,512,2048 --format nvfp4
+
+A measurement is the median of --repeats replays of a CUDA graph that holds the launch, with 1 GiB
+read between replays, so that L2 holds no weights. HBM share is prepared bytes of the experts hit
+over time over the read rate of `torch.sum` of the same run. `host_us` is what an eager call costs
+the host.
+"""
+
+import argparse
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from bench_grouped_gemm import FLUSH_BYTES, SHAPES, head, random_weights, read_rate, time_graph
+from rich.console import Console
+from rich.progress import track
+
+from moe_ep.comm.group import EpGroup
+from moe_ep.megakernel.formats import prepare
+from moe_ep.megakernel.knobs import KernelKnobs, choose_knobs
+from moe_ep.megakernel.mega_moe import MegaMoE
+from moe_ep.megakernel.problem import MoEShape
+from moe_ep.reference import activate, combine_terms
+
+MAX_TERM_ERROR = 0.0026
+NUM_HOST_CALLS = 200
+
+
+class Problem:
+    """Weights of one format and geometry; tokens change from measurement to measurement."""
+
+    def __init__(self, name: str, geometry: str, args: argparse.Namespace) -> None:
+        self.name, self.geometry, self.args = name, geometry, args
+        hidden, intermediate = SHAPES[geometry]
+        self.shape = MoEShape(
+            num_experts=args.experts, top_k=args.top_k, hidden=hidden, intermediate=intermediate
+        )
+        self.weights = random_weights(name, hidden, intermediate, args.experts)
+        self.prepared = prepare(self.weights)
+
+    def measure(self, num_tokens: int, is_skewed: bool) -> dict:
+        knobs = knobs_of(self.name, num_tokens, self.args)
+        mega = MegaMoE(
+            EpGroup.single("cuda"),
+            self.shape,
+            self.name,
+            max_tokens_per_rank=num_tokens,
+            knobs=knobs,
+            max_sms=self.args.max_sms,
+            timeout_s=5.0,
+        )
+        mega.warmup()
+        ids = self.routing(num_tokens, is_skewed)
+        gen = torch.Generator("cuda").manual_seed(num_tokens)
+        x = torch.randn(num_tokens, self.shape.hidden, generator=gen, device="cuda").bfloat16()
+        topk_weights = torch.rand(ids.shape, generator=gen, device="cuda")
+        out = torch.full_like(x, float("nan"))
+
+        def launch() -> None:
+            mega.forward(x, ids, topk_weights, self.prepared, out)
+
+        launch()
+        torch.cuda.synchronize()
+        mega.check()
+        error = self.check(mega, x, ids, topk_weights, out)
+        times = time_graph(launch, self.args)
+        mega.check()
+        rows = torch.bincount(ids.flatten(), minlength=self.shape.num_experts)
+        hit = int((rows > 0).sum())
+        expert_bytes = self.prepared.w13[0].nbytes + self.prepared.w2[0].nbytes
+        flops = 6 * ids.numel() * self.shape.hidden * self.shape.intermediate
+        result = {
+            "format": self.name,
+            "geometry": self.geometry,
+            "tokens": num_tokens,
+            "routing": "half to one expert" if is_skewed else "uniform",
+            "us": times,
+            "experts_hit": hit,
+            "most_rows": int(rows.max()),
+            "tb_s": hit * expert_bytes / times["median"] / 1e6,
+            "tflop_s": flops / times["median"] / 1e6,
+            "term_error": error,
+            "host_us": host_us(launch),
+            "knobs": repr(knobs),
+        }
+        mega.destroy()
+        return result
+
+    def routing(self, num_tokens: int, is_skewed: bool) -> torch.Tensor:
+        """int32 [T, K], distinct experts; skewed: every second token has expert 0."""
+        gen = torch.Generator("cuda").manual_seed(1000 + num_tokens)
+        scores = torch.rand(num_tokens, self.shape.num_experts, generator=gen, device="cuda")
+        if is_skewed:
+            scores[::2, 0] = 2.0
+        return scores.topk(self.shape.top_k).indices.int()
+
+    def check(self, mega: MegaMoE, x, ids, topk_weights, out) -> float:
+        """Largest error of three experts' terms; raises above the limit, and if the output is not
+        the terms' sum bit for bit."""
+        terms = mega.memory.region("terms")[0, : len(x)]
+        largest = 0.0
+        used = ids.unique().tolist()
+        for expert in {used[0], used[len(used) // 2], used[-1]}:
+            tokens, slots = (ids == expert).nonzero(as_tuple=True)
+            w13, w2 = (self.weights.dequantize_expert(n, expert) for n in ("w13", "w2"))
+            exact = activate(x[tokens].float() @ w13.T, self.shape.activation) @ w2.T
+            error = (terms[tokens, slots].float() - exact).norm() / exact.norm()
+            largest = max(largest, float(error))
+        is_sum = torch.equal(out, combine_terms(terms, ids, topk_weights))
+        if not (largest < MAX_TERM_ERROR and is_sum):
+            raise SystemExit(f"{self.name} T {len(x)}: term error {largest}, sum {is_sum}")
+        return largest
+
+
+def knobs_of(name: str, num_tokens: int, args: argparse.Namespace) -> KernelKnobs:
+    """The table's, with what the command line changes."""
+    knobs = choose_knobs(name, num_tokens * args.top_k / args.experts)
+    return replace(knobs, **json.loads(args.knobs))
+
+
+def host_us(launch) -> float:
+    """Microseconds of the host in an eager call."""
+    torch.cuda.synchronize()
+    spans = []
+    for _ in range(NUM_HOST_CALLS):
+        start = time.perf_counter()
+        launch()
+        spans.append(time.perf_counter() - start)
+        torch.cuda.synchronize()
+    return sorted(spans)[NUM_HOST_CALLS // 2] * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--format", default="nvfp4", help="comma separated")
+    parser.add_argument("--shape", default="v3", help=f"comma separated, of {', '.join(SHAPES)}")
+    parser.add_argument("--tokens", default="1,8,32,128,512,2048")
+    parser.add_argument("--skew", default="", help="tokens to measure with half on one expert")
+    parser.add_argument("--experts", type=int, default=32)
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--max-sms", type=int)
+    parser.add_argument("--knobs", default="{}", help='JSON, e.g. {"stages": 4}')
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--commit", default=head(), help="what is measured, for the record")
+    parser.add_argument("--out", type=Path, help="JSON file")
+    args = parser.parse_args()
+    args.flush = torch.randn(FLUSH_BYTES // 4, device="cuda")
+    device, rate = torch.cuda.get_device_name(), read_rate(args.flush)
+    print(f"{device}, torch.sum reads {rate:.3f} TB/s, commit {args.commit[:8]}")
+    cases = [(int(n), False) for n in args.tokens.split(",") if n]
+    cases += [(int(n), True) for n in args.skew.split(",") if n]
+    results = []
+    for geometry in args.shape.split(","):
+        for name in args.format.split(","):
+            problem = Problem(name, geometry, args)
+            for num_tokens, is_skewed in track(cases, name, console=Console(stderr=True)):
+                result = problem.measure(num_tokens, is_skewed)
+                results.append(result)
+                us = result["us"]
+                print(
+                    f"{name:9s} {geometry:8s} T {num_tokens:5d} {result['routing']:8s} "
+                    f"{us['median']:7.1f} us (min {us['min']:.1f}, p99 {us['p99']:.1f}) "
+                    f"{result['tb_s']:.3f} TB/s {100 * result['tb_s'] / rate:.1f} % "
+                    f"{result['tflop_s']:.0f} TFLOP/s, host {result['host_us']:.1f} us, error "
+                    f"{result['term_error']:.5f}",
+                    flush=True,
+                )
+            del problem
+    if args.out:
+        record = {"device": device, "read_tb_s": rate, "commit": args.commit}
+        args.out.write_text(json.dumps(record | {"results": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
