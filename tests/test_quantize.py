@@ -20,7 +20,7 @@ from moe_ep.number_formats import (
     encode_e8m0_ceil,
     round_e2m1,
 )
-from moe_ep.quantize import BLOCKS, QuantSpec, dequantize, quantize, unscaled
+from moe_ep.quantize import BLOCKS, QuantSpec, dequantize, qdq, quantize, unscaled
 
 ALL_BF16 = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 FINITE_BF16 = ALL_BF16[torch.isfinite(ALL_BF16)]
@@ -394,3 +394,32 @@ def test_chunks_leave_no_trace(format_name, monkeypatch):
     chunked = quantize(x, format_name)
     assert torch.equal(whole.codes.view(torch.uint8), chunked.codes.view(torch.uint8))
     assert torch.equal(whole.sf.view(torch.uint8), chunked.sf.view(torch.uint8))
+
+
+# Training
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [*map(spec_of, BLOCKS), QuantSpec(format="nvfp4", per_token=True, global_scale="encode")],
+    ids=spec_id,
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_qdq_rounds_values_and_passes_the_gradient(spec, dtype):
+    x = torch.randn(3, 40, 256).to(dtype).requires_grad_()
+    y = qdq(x, spec)
+    assert torch.equal(y, dequantize(quantize(x.detach(), spec)).to(dtype))
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    assert torch.equal(x.grad, grad)
+
+
+def test_qdq_twice_changes_nothing_more_for_powers_of_two():
+    x = torch.randn(64, 256).bfloat16()
+    once = qdq(x, "mxfp8")
+    assert torch.equal(qdq(once, "mxfp8"), once)
+
+
+def test_qdq_refuses_nan_by_name():
+    with pytest.raises(MoEEpConfigError, match="w2 holds NaN"):
+        qdq(torch.full((1, 16), math.nan), "nvfp4", name="w2")
