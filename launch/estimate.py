@@ -19,6 +19,7 @@ from moe_ep.grouped_limits import layer_misfit
 from moe_ep.grouped_memory import prepared_bytes, workspace_regions
 from moe_ep.launch.geometries import GEOMETRIES, geometry
 from moe_ep.megakernel.problem import WEIGHT_FORMATS, MoEShape, owned_experts, weight_format
+from moe_ep.megakernel.workspace import Workspace
 
 _BF16, _FP32, _INT64 = 2, 4, 8
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -221,6 +222,27 @@ def _expert_bytes(problem: Problem, num_rows: int) -> int:
     return max(fc1, fc2) + _BF16 * num_rows * intermediate
 
 
+def mega_regions(problem: Problem) -> list[Region]:
+    """What the mega kernel holds all the time, whatever the routing. Raises `MoEEpConfigError` for
+    what it does not run."""
+    if problem.parallel != "ep":
+        raise MoEEpConfigError("the mega kernel runs parallel='ep' only, got 'tp'")
+    workspace = Workspace(
+        num_ranks=problem.num_ranks,
+        num_local_experts=problem.num_local_experts,
+        top_k=problem.shape.top_k,
+        hidden=problem.shape.hidden,
+        intermediate=problem.shape.intermediate,
+        max_tokens_per_rank=problem.max_tokens_per_rank,
+        max_tile_width=8,  # the narrowest tiles have the most counters
+    )
+    note = f"pool of {workspace.num_pool_rows} rows: every slot of every rank"
+    return [
+        Region("symmetric heap", workspace.num_bytes("symmetric"), "what peers read and write"),
+        Region("workspace", workspace.num_bytes("local"), note),
+    ]
+
+
 def peak_bytes(regions: list[Region]) -> int:
     """The largest sum of regions alive in one phase."""
     return max(sum(r.num_bytes for r in regions if phase in r.phases) for phase in PHASES)
@@ -259,17 +281,30 @@ def run(args: argparse.Namespace) -> int:
     )
     weights = weight_regions(problem)
     buffers = {routing: buffer_regions(problem, routing) for routing in ROUTINGS}
+    mega, why_not = [], ""
+    try:
+        mega = mega_regions(problem)
+    except MoEEpConfigError as error:
+        why_not = str(error)
     if args.json:
-        print(json.dumps(_as_json(problem, weights, buffers), indent=2))
+        print(json.dumps(_as_json(problem, weights, buffers, mega, why_not), indent=2))
     else:
-        _print_table(problem, weights, buffers)
+        _print_table(problem, weights, buffers, mega, why_not)
     return 0
 
 
 def _as_json(
-    problem: Problem, weights: list[Region], buffers: dict[str, list[Region]]
+    problem: Problem,
+    weights: list[Region],
+    buffers: dict[str, list[Region]],
+    mega: list[Region],
+    why_not: str,
 ) -> dict[str, object]:
     weights_bytes = sum(region.num_bytes for region in weights)
+    mega_report = {
+        "total_bytes": weights_bytes + sum(region.num_bytes for region in mega),
+        "regions": [asdict(region) for region in mega],
+    }
     return {
         "problem": asdict(problem),
         "weights": {"bytes": weights_bytes, "regions": [asdict(region) for region in weights]},
@@ -281,10 +316,17 @@ def _as_json(
             }
             for routing, regions in buffers.items()
         },
+        "mega": mega_report if mega else {"reason": why_not},
     }
 
 
-def _print_table(problem: Problem, weights: list[Region], buffers: dict[str, list[Region]]) -> None:
+def _print_table(
+    problem: Problem,
+    weights: list[Region],
+    buffers: dict[str, list[Region]],
+    mega: list[Region],
+    why_not: str,
+) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -295,8 +337,7 @@ def _print_table(problem: Problem, weights: list[Region], buffers: dict[str, lis
         f"{problem.max_tokens_per_rank} tokens per rank",
         caption="Peak: the largest sum of buffers alive at once, in one call. even: all experts "
         "get the same; worst: every token of every rank comes here. With the grouped kernel on one "
-        "rank, layers of one geometry share the buffers. The workspace of the mega kernel comes "
-        "with that kernel.",
+        "rank, and in the mega kernel, layers of one geometry share the buffers.",
     )
     table.add_column("region")
     table.add_column("even", justify="right")
@@ -312,9 +353,17 @@ def _print_table(problem: Problem, weights: list[Region], buffers: dict[str, lis
         sizes = format_bytes(even.num_bytes), format_bytes(worst.num_bytes)
         table.add_row(even.name, *sizes, even.note)
     peaks = [peak_bytes(buffers[routing]) for routing in ROUTINGS]
-    table.add_row("peak of the buffers", *map(format_bytes, peaks), style="bold", end_section=True)
+    table.add_row("split: peak of the buffers", *map(format_bytes, peaks), style="bold")
     totals = [format_bytes(weights_bytes + peak) for peak in peaks]
-    table.add_row("weights and peak", *totals, style="bold")
+    table.add_row("split: weights and peak", *totals, style="bold", end_section=True)
+    for region in mega:
+        size = format_bytes(region.num_bytes)
+        table.add_row(region.name, size, size, region.note)
+    if mega:
+        size = format_bytes(weights_bytes + sum(region.num_bytes for region in mega))
+        table.add_row("mega: weights and workspace", size, size, style="bold")
+    else:
+        table.add_row("mega", "-", "-", why_not)
     Console().print(table)
 
 

@@ -137,6 +137,22 @@ def test_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
         assert split["total_bytes"] == report["weights"]["bytes"] + split["peak_bytes"]
 
 
+def test_mega_holds_a_pool_row_for_every_slot_of_every_rank(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["estimate", "--geometry", "v3", "--ranks", "8", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    heap, workspace = report["mega"]["regions"]
+    num_rows = 8 * 512 * 8
+    # Staged tokens and terms, ids; pool and hidden pool, 12 bytes of metadata for a row.
+    assert heap["num_bytes"] == pytest.approx(512 * 7168 * 2 * (1 + 8), rel=0.01)
+    assert workspace["num_bytes"] == pytest.approx(num_rows * (2 * (7168 + 2048) + 12), rel=0.01)
+    parts = [report["weights"]["bytes"], heap["num_bytes"], workspace["num_bytes"]]
+    assert report["mega"]["total_bytes"] == sum(parts)
+    assert main(["estimate", "--parallel", "tp", "--json"]) == 0
+    assert "'ep' only" in json.loads(capsys.readouterr().out)["mega"]["reason"]
+
+
 def test_table_says_what_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", "--geometry", "qwen3"]) == 0
     text = capsys.readouterr().out
