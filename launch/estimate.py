@@ -11,7 +11,7 @@ N tokens received, P pool rows (received slots whose expert is here).
 
 import argparse
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.config import GroupedGemmConfig
@@ -76,7 +76,7 @@ class Problem:
             self.weights_format,
             GroupedGemmConfig(),
             parallel=self.parallel,
-            num_local_experts=self.num_local_experts,
+            num_ranks=self.num_ranks,
         )
         if misfit:
             raise MoEEpConfigError(misfit)
@@ -103,7 +103,8 @@ def weight_regions(problem: Problem) -> list[Region]:
     fmt, shape = weight_format(problem.weights_format), problem.shape
     num_experts, halves = problem.num_local_experts, shape.num_fc1_halves
     if problem.kernel == "grouped":
-        num_bytes = prepared_bytes(shape, fmt.name, num_experts)
+        local_shape = replace(shape, intermediate=problem.local_intermediate)
+        num_bytes = prepared_bytes(local_shape, fmt.name, num_experts)
         note = f"{num_experts} experts in {fmt.name} tiles, padded, with their scales"
         return [Region("prepared weights", num_bytes, note)]
     hidden, intermediate = shape.hidden, problem.local_intermediate
@@ -132,7 +133,7 @@ def buffer_regions(problem: Problem, routing: str = "even") -> list[Region]:
              rank goes to this rank's experts, one of which gets them all
     """
     shape, num_ranks, capacity = problem.shape, problem.num_ranks, problem.max_tokens_per_rank
-    if problem.kernel == "grouped" and num_ranks == 1:
+    if problem.kernel == "grouped" and num_ranks == 1 and problem.parallel == "ep":
         return _workspace(problem)
     hidden, top_k = shape.hidden, shape.top_k
     is_tp = problem.parallel == "tp"

@@ -10,6 +10,7 @@ tokens, K slots, H hidden, I intermediate, e local experts, P pool rows.
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -46,6 +47,8 @@ class GroupedExperts:
 
     def __init__(self, shape: MoEShape, weights: MoEWeights, knobs: KernelKnobs | None) -> None:
         self.device = weights.device
+        self._term_dtype = torch.float32 if weights.parallel == "tp" else torch.bfloat16
+        shape = replace(shape, intermediate=weights.local_intermediate)
         num_bytes = prepared_bytes(
             shape,
             weights.weights_format,
@@ -72,6 +75,7 @@ class GroupedExperts:
                 num_local_experts=weights.num_local_experts,
                 has_bias13=weights.b13 is not None,
                 has_bias2=weights.b2 is not None,
+                terms_are_fp32=weights.parallel == "tp",
                 knobs=knobs,
                 device=weights.device,
             )
@@ -83,8 +87,8 @@ class GroupedExperts:
     def __call__(
         self, x_PH: torch.Tensor, rows_per_expert: Sequence[int], offsets: torch.Tensor
     ) -> torch.Tensor:
-        """`SplitBackend`'s expert kernel: BF16 [P, H] -> fresh BF16 terms [P, H]."""
-        terms_PH = torch.empty_like(x_PH)
+        """`SplitBackend`'s expert kernel: BF16 [P, H] -> fresh terms [P, H], FP32 under tp."""
+        terms_PH = torch.empty_like(x_PH, dtype=self._term_dtype)
         self.run(x_PH, offsets, x_PH.new_empty(len(x_PH), self.prepared.intermediate), terms_PH)
         return terms_PH
 
@@ -95,7 +99,7 @@ class GroupedExperts:
         out_hidden_PI: torch.Tensor,
         out_terms_PH: torch.Tensor,
     ) -> None:
-        """FC1 and FC2 into the caller's tensors. `out_terms_PH` may be `x_PH`."""
+        """FC1 and FC2 into the caller's tensors. BF16 terms may take the place of `x_PH`."""
         if self._gemm is not None:
             self._gemm.fc1(x_PH, offsets, self.prepared, out_hidden_PI)
             self._gemm.fc2(out_hidden_PI, offsets, self.prepared, out_terms_PH)

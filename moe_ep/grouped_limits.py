@@ -15,7 +15,7 @@ from moe_ep.megakernel.knobs import (
     MAX_SMEM_BYTES,
     KernelKnobs,
 )
-from moe_ep.megakernel.problem import MoEShape
+from moe_ep.megakernel.problem import MoEShape, owned_experts
 
 COMPUTE_CAPABILITY = (9, 0)
 # A thread of combine holds a 16-byte load of every slot in registers.
@@ -43,24 +43,24 @@ def layer_misfit(
     kernel: GroupedGemmConfig,
     *,
     parallel: str,
-    num_local_experts: int,
+    num_ranks: int,
 ) -> str | None:
     """Why the kernel cannot run the layer, on whatever device."""
     if kernel.activations != "bf16":
         return f"activations={kernel.activations!r} is not built yet; allowed: 'bf16'"
     if kernel.knobs is not None and not isinstance(kernel.knobs, KernelKnobs):
         return f"knobs is {kernel.knobs!r}; allowed: None (chosen from the table) or KernelKnobs"
-    if parallel != "ep":
-        return (
-            f"parallel={parallel!r} is not built for GroupedGemmConfig yet: its FC2 rounds terms "
-            "to BF16; allowed: 'ep'"
-        )
-    for name in ("hidden", "intermediate"):
-        value = getattr(shape, name)
-        if value % CHANNEL_MULTIPLE:
-            return f"{name} is {value}; allowed: multiples of {CHANNEL_MULTIPLE}"
+    if shape.hidden % CHANNEL_MULTIPLE:
+        return f"hidden is {shape.hidden}; allowed: multiples of {CHANNEL_MULTIPLE}"
+    multiple = CHANNEL_MULTIPLE * (num_ranks if parallel == "tp" else 1)
+    if shape.intermediate % multiple:
+        of_ranks = f" over {num_ranks} tp ranks" if parallel == "tp" else ""
+        return f"intermediate is {shape.intermediate}; allowed{of_ranks}: multiples of {multiple}"
     if shape.top_k > MAX_TOP_K:
         return f"top_k is {shape.top_k}; allowed: at most {MAX_TOP_K}"
+    num_local_experts = shape.num_experts
+    if parallel == "ep":
+        num_local_experts = len(owned_experts(shape.num_experts, num_ranks, rank=0))
     most = max_local_experts(weights_format, kernel.knobs)
     if num_local_experts > most:
         return f"a rank holds {num_local_experts} experts; allowed: at most {most}"

@@ -22,6 +22,7 @@ class FakeGemm:
     def __init__(self, weights_format: str, **options: object) -> None:
         assert weights_format == "bf16"
         self.activation = options["activation"]
+        self.terms_are_fp32 = options["terms_are_fp32"]
 
     def kernel_builds(self) -> list:
         return []
@@ -40,7 +41,8 @@ class FakeGemm:
         weights, bounds = dense(prepared), offsets.tolist()
         for expert in range(prepared.num_local_experts):
             rows = slice(bounds[expert], bounds[expert + 1])
-            out_terms[rows] = fc2_sums(hidden[rows], weights, expert).bfloat16()
+            sums = fc2_sums(hidden[rows], weights, expert)
+            out_terms[rows] = sums if self.terms_are_fp32 else sums.bfloat16()
 
 
 def dense(prepared: PreparedWeights) -> MoEWeights:

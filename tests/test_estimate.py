@@ -10,6 +10,7 @@ import torch
 
 from moe_ep import MoEEpLayer, MoEInputs, MoEShape, MoEWeights
 from moe_ep.comm.errors import MoEEpConfigError
+from moe_ep.grouped_memory import GroupedWorkspace, workspace_regions
 from moe_ep.launch import spawn
 from moe_ep.launch.cli import main
 from moe_ep.launch.estimate import (
@@ -19,6 +20,7 @@ from moe_ep.launch.estimate import (
     peak_bytes,
     weight_regions,
 )
+from moe_ep.megakernel.formats import prepare
 
 FORMATS = ("bf16", "nvfp4", "mxfp4", "mxfp8", "fp8_block")
 
@@ -127,6 +129,44 @@ def test_worst_routing_needs_at_least_what_even_routing_needs(parallel: str) -> 
         assert region.num_bytes <= bound.num_bytes, region.name
 
 
+def test_one_rank_with_the_grouped_kernel_needs_what_is_allocated() -> None:
+    problem = Problem(
+        shape=PEAK_SHAPE,
+        weights_format="mxfp8",
+        num_ranks=1,
+        max_tokens_per_rank=PEAK_CAPACITY,
+        kernel="grouped",
+    )
+    workspace = GroupedWorkspace(workspace_regions(PEAK_SHAPE, 8, PEAK_CAPACITY), "cpu")
+    names = ("counts", "offsets", "src_slot", "pool_row", "pool", "hidden")
+    allocated = {name: workspace[name].nbytes for name in names}
+    assert {r.name: r.num_bytes for r in buffer_regions(problem)} == allocated
+    assert peak_bytes(buffer_regions(problem)) == workspace.num_bytes == sum(allocated.values())
+    prepared = prepare(make_weights(PEAK_SHAPE).quantize("mxfp8"))
+    assert [r.num_bytes for r in weight_regions(problem)] == [prepared.num_bytes]
+
+
+@pytest.mark.parametrize("parallel", ["ep", "tp"])
+def test_several_ranks_with_the_grouped_kernel_hold_hidden_rows_for_a_decoded_matrix(
+    parallel: str,
+) -> None:
+    facts = {
+        "shape": PEAK_SHAPE,
+        "weights_format": "bf16",
+        "num_ranks": 2,
+        "max_tokens_per_rank": PEAK_CAPACITY,
+        "parallel": parallel,
+    }
+    with_torch, grouped = (
+        {r.name: r.num_bytes for r in buffer_regions(Problem(**facts, kernel=kernel))}
+        for kernel in ("torch", "grouped")
+    )
+    num_rows, columns = (2048, 128) if parallel == "tp" else (1024, 256)
+    assert grouped.pop("hidden activations") == num_rows * columns * 2
+    del with_torch["one expert"]
+    assert grouped == with_torch
+
+
 def test_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", "--geometry", "v3", "--ranks", "8", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -168,6 +208,7 @@ def test_table_says_what_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
         (["--parallel", "tp", "--ranks", "3"], "intermediate 2048"),
         (["--top-k", "300"], "top_k 300"),
         (["--activation", "gelu"], "gelu"),
+        (["--kernel", "grouped", "--top-k", "33"], "top_k is 33"),
     ],
 )
 def test_a_layer_that_cannot_be_is_refused(

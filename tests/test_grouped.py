@@ -18,7 +18,7 @@ from moe_ep.grouped_memory import max_capacity, prepared_bytes, workspace_region
 from moe_ep.launch import spawn
 from moe_ep.megakernel.formats import prepare
 from moe_ep.megakernel.problem import WEIGHT_FORMATS
-from moe_ep.reference import moe_reference
+from moe_ep.reference import moe_reference, moe_reference_tp
 
 SHAPE = MoEShape(num_experts=8, top_k=2, hidden=64, intermediate=128)
 GROUPED = SplitConfig(kernel=GroupedGemmConfig())
@@ -68,29 +68,38 @@ CASES = [
     Case("top_k = num_experts", (9,), shape=other(num_experts=5, top_k=5)),
     Case("more ranks than experts", (9, 2), shape=other(num_experts=1, top_k=1)),
     Case("not gated", (16,), shape=other(activation="relu2")),
+    Case("tp", (16, 0), parallel="tp", ids="masked"),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_output_is_the_specification_bit_for_bit(case):
-    layer, inputs = make_layer(case.shape), case.inputs(0)
-    assert torch.equal(layer(inputs), moe_reference(inputs, make_weights(case.shape), case.shape))
+    weights = make_weights(case.shape).shard(case.parallel, 0, 1)
+    output = make_layer(case.shape, weights)(case.inputs(0))
+    assert torch.equal(output, specified(case, num_ranks=1))
+
+
+def specified(case: Case, num_ranks: int) -> torch.Tensor:
+    inputs = gathered([case.inputs(rank) for rank in range(num_ranks)])
+    weights = make_weights(case.shape)
+    if case.parallel == "ep":
+        return moe_reference(inputs, weights, case.shape)
+    shards = [weights.shard("tp", rank, num_ranks) for rank in range(num_ranks)]
+    return moe_reference_tp(inputs, shards, case.shape)
 
 
 def forward_cases(rank: int, num_ranks: int) -> list[torch.Tensor]:
     use_fakes()
-    weights = {case.shape: make_weights(case.shape) for case in CASES}
-    return [
-        make_layer(case.shape, weights[case.shape].shard("ep", rank, num_ranks))(case.inputs(rank))
-        for case in CASES
-    ]
+    outputs = []
+    for case in CASES:
+        weights = make_weights(case.shape).shard(case.parallel, rank, num_ranks)
+        outputs.append(make_layer(case.shape, weights)(case.inputs(rank)))
+    return outputs
 
 
 def test_two_ranks_give_the_specification_bit_for_bit():
     for case, *parts in zip(CASES, *spawn.run(forward_cases, 2), strict=True):
-        inputs = gathered([case.inputs(rank) for rank in range(2)])
-        expected = moe_reference(inputs, make_weights(case.shape), case.shape)
-        assert torch.equal(torch.cat(parts), expected), case.name
+        assert torch.equal(torch.cat(parts), specified(case, num_ranks=2)), case.name
 
 
 def test_biases_reach_the_kernel(inputs):

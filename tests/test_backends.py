@@ -1,0 +1,134 @@
+"""supports(): which backend "auto" takes, and every limit of the grouped kernel at N and N + 1."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moe_ep import MoEShape, SplitConfig, supports
+from moe_ep.backends import AUTO_ORDER, choose_backend, describe
+from moe_ep.config import GroupedGemmConfig
+from moe_ep.grouped_limits import MAX_TOP_K, max_local_experts
+from moe_ep.megakernel.knobs import KNOB_TABLE, MAX_SMEM_BYTES
+from moe_ep.megakernel.problem import WEIGHT_FORMATS
+
+GROUPED = SplitConfig(kernel=GroupedGemmConfig())
+GPU = torch.device("cuda", 0)
+
+
+def shape(**changes: object) -> MoEShape:
+    fields = {"num_experts": 256, "top_k": 8, "hidden": 7168, "intermediate": 2048} | changes
+    return MoEShape(**fields)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A machine with one Hopper GPU and CuTe DSL, as torch and importlib describe it."""
+    state = SimpleNamespace(num_gpus=1, capability=(9, 0), has_dsl=True)
+    cuda, limits = "torch.cuda", "moe_ep.grouped_limits"
+    monkeypatch.setattr(f"{cuda}.is_available", lambda: state.num_gpus > 0)
+    monkeypatch.setattr(f"{cuda}.get_device_capability", lambda device: state.capability)
+    monkeypatch.setattr(f"{cuda}.get_device_name", lambda device: "the GPU")
+    monkeypatch.setattr(f"{limits}.find_spec", lambda name: state.has_dsl or None)
+    return state
+
+
+def reason(machine: SimpleNamespace, a_shape: MoEShape, fmt: str = "nvfp4", **options) -> str:
+    """Why the grouped kernel does not run such a layer; empty where it does."""
+    answer = supports(a_shape, fmt, options.pop("backend", GROUPED), GPU, **options)
+    return "" if answer.ok else answer.reason
+
+
+def test_auto_prefers_the_grouped_kernel_to_torch(machine):
+    order = [describe(backend) for backend in AUTO_ORDER]
+    assert order == [
+        "mega",
+        "split over NcclEpConfig with GroupedGemmConfig",
+        "split over TorchCommConfig with GroupedGemmConfig",
+        "split over TorchCommConfig with TorchGemmConfig",
+    ]
+    machine.has_dsl = False
+    choice = choose_backend(shape(), "nvfp4", "auto", GPU)
+    assert describe(choice.backend) == order[3]
+    assert "needs nvidia-cutlass-dsl" in choice.explain()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_gpus": 0}, "torch finds no GPU"),
+        ({"capability": (8, 0)}, "compute capability 9.0, the GPU has 8.0"),
+        ({"capability": (10, 0)}, "compute capability 9.0, the GPU has 10.0"),
+        ({"has_dsl": False}, "needs nvidia-cutlass-dsl"),
+    ],
+)
+def test_what_the_machine_lacks_is_named(machine, changes, said):
+    assert reason(machine, shape()) == ""
+    vars(machine).update(changes)
+    assert said in reason(machine, shape())
+
+
+def test_on_a_cpu_it_names_the_device():
+    assert "capability 9.0, device is cpu" in supports(shape(), "nvfp4", GROUPED, "cpu").reason
+
+
+@pytest.mark.parametrize("name", ["hidden", "intermediate"])
+@pytest.mark.parametrize(("fmt", "multiple"), [("bf16", 16), ("fp8_block", 16), ("nvfp4", 16)])
+def test_hidden_and_intermediate_are_multiples(machine, name, fmt, multiple):
+    for value in (multiple, 7 * multiple):
+        assert reason(machine, shape(**{name: value}), fmt) == ""
+        assert f"{name} " in reason(machine, shape(**{name: value + 1}), fmt)
+        assert "multiple" in reason(machine, shape(**{name: value + multiple // 2}), fmt)
+
+
+@pytest.mark.parametrize("fmt", ["mxfp4", "mxfp8"])
+def test_mx_formats_need_whole_scale_blocks(machine, fmt):
+    assert reason(machine, shape(hidden=96), fmt) == ""
+    assert "multiple of 32" in reason(machine, shape(hidden=80), fmt)
+
+
+def test_top_k_ends_at_its_limit(machine):
+    assert reason(machine, shape(top_k=MAX_TOP_K)) == ""
+    assert f"at most {MAX_TOP_K}" in reason(machine, shape(top_k=MAX_TOP_K + 1))
+
+
+@pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
+def test_experts_of_a_rank_end_where_shared_memory_does(machine, fmt):
+    most = max_local_experts(fmt)
+    assert reason(machine, shape(num_experts=most), fmt) == ""
+    assert f"holds {most + 1} experts; allowed: at most {most}" in reason(
+        machine, shape(num_experts=most + 1), fmt
+    )
+    # Divided over two ranks the larger half counts.
+    assert reason(machine, shape(num_experts=2 * most), fmt, num_ranks=2) == ""
+    assert "at most" in reason(machine, shape(num_experts=2 * most + 1), fmt, num_ranks=2)
+    knobs = [row.knobs for row in KNOB_TABLE if fmt in row.formats]
+    assert all(k.smem_bytes(fmt, most) <= MAX_SMEM_BYTES for k in knobs)
+
+
+def test_tp_divides_the_intermediate_into_multiples_and_keeps_every_expert(machine):
+    tp = {"parallel": "tp", "num_ranks": 8}
+    assert reason(machine, shape(intermediate=8 * 16), "bf16", **tp) == ""
+    for intermediate in (8 * 16 + 16, 8 * 16 + 8):
+        said = reason(machine, shape(intermediate=intermediate), "bf16", **tp)
+        assert "over 8 tp ranks: multiples of 128" in said
+    most = max_local_experts("bf16")
+    assert reason(machine, shape(num_experts=most), "bf16", **tp) == ""
+    assert "at most" in reason(machine, shape(num_experts=most + 1), "bf16", **tp)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"activations": "fp8"}, "activations='fp8' is not built yet; allowed: 'bf16'"),
+        ({"knobs": "auto"}, "knobs is 'auto'; allowed: None"),
+    ],
+)
+def test_a_configuration_that_is_not_built_is_refused(machine, config, said):
+    backend = SplitConfig(kernel=GroupedGemmConfig(**config))
+    assert said in reason(machine, shape(), backend=backend)
+
+
+def test_explicit_knobs_run(machine):
+    backend = SplitConfig(kernel=GroupedGemmConfig(knobs=KNOB_TABLE[0].knobs))
+    assert reason(machine, shape(), backend=backend) == ""
