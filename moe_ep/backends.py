@@ -18,7 +18,7 @@ from moe_ep.config import (
     TorchGemmConfig,
     check_backend,
 )
-from moe_ep.megakernel.problem import MoEShape, owned_experts, weight_format
+from moe_ep.megakernel.problem import MoEShape, weight_format
 
 # What `backend="auto"` tries, best first.
 AUTO_ORDER: tuple[Backend, ...] = (
@@ -167,15 +167,11 @@ def _supports_grouped(
     from moe_ep.grouped_limits import device_misfit, layer_misfit
 
     misfit = device_misfit(device) or layer_misfit(
-        shape,
-        weights_format,
-        kernel,
-        parallel=parallel,
-        num_local_experts=len(owned_experts(shape.num_experts, num_ranks, rank=0)),
+        shape, weights_format, kernel, parallel=parallel, num_ranks=num_ranks
     )
     if misfit is not None:
         return Support(False, misfit)
-    if num_ranks == 1:
+    if num_ranks == 1 and parallel == "ep":
         return Support(True, "GEMM kernels for Hopper, the whole layer on the device")
     return Support(True, "GEMM kernels for Hopper, tokens over torch.distributed")
 
