@@ -127,7 +127,7 @@ class SplitBackend:
             terms_NKH = to_slots(terms_PH, slot_idx_P, num_tokens, top_k)
             parts_NH = combine_parts(terms_NKH, ids_NK, received.topk_weights_NK)
             return _add_in_rank_order(self._transport.combine(parts_NH, received))
-        in_slot_order = terms_PH.index_select(0, torch.argsort(slot_idx_P))
+        in_slot_order = terms_PH.index_select(0, plan.pool_row[plan.pool_row >= 0])
         terms_TKH = self._transport.combine(in_slot_order, received)
         return combine_terms(terms_TKH, inputs.topk_ids, inputs.topk_weights)
 
