@@ -179,9 +179,9 @@ class OneRankGrouped:
         if not self._is_warm:
             self.warmup()
         x_TH, ids_TK, weights_TK = map(
-            _usable, (inputs.hidden_states, inputs.topk_ids, inputs.topk_weights)
+            usable, (inputs.hidden_states, inputs.topk_ids, inputs.topk_weights)
         )
-        y_TH = out if out is not None and _is_usable(out) else torch.empty_like(x_TH)
+        y_TH = out if out is not None and is_usable(out) else torch.empty_like(x_TH)
         with torch.cuda.device(self._device):
             self._launch(x_TH, ids_TK, weights_TK, y_TH)
         return y_TH if out is None or y_TH is out else out.copy_(y_TH)
@@ -296,12 +296,12 @@ def _permute_config(
     )
 
 
-def _is_usable(tensor: torch.Tensor) -> bool:
+def is_usable(tensor: torch.Tensor) -> bool:
     """Whether a kernel takes the tensor where it lies."""
     return tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0
 
 
-def _usable(tensor: torch.Tensor) -> torch.Tensor:
-    if _is_usable(tensor):
+def usable(tensor: torch.Tensor) -> torch.Tensor:
+    if is_usable(tensor):
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
