@@ -23,8 +23,6 @@ class KernelKnobs:
     tile_widths           token tile widths, ascending; an item takes the narrowest that holds it
     stages                of the shared-memory ring, one K = 128 slab each
     producer_registers, math_registers   per thread of warpgroup 0 and of the math warpgroups
-    overlaps_slices       the second slice is decoded while the first one's WGMMA run; takes 32
-                          operand registers more
     """
 
     num_math_warpgroups: int
@@ -33,7 +31,6 @@ class KernelKnobs:
     stages: int
     producer_registers: int
     math_registers: int
-    overlaps_slices: bool = False
 
     def __post_init__(self) -> None:
         if self.num_math_warpgroups not in (2, 4):
@@ -132,55 +129,61 @@ def _prefill(slices: int, widths: tuple[int, ...], stages: int) -> KernelKnobs:
     )
 
 
-# In the order of the search: the first row that holds the format and the rows is taken.
+# In the order of the search: the first row that holds the format and the rows is taken. Times are
+# FC1 + FC2 of 32 experts of 7168/2048 on one H200 that reads 4.3 TB/s, 2026-11-29.
 KNOB_TABLE = (
     KnobRow(
         32,
         FP4,
         _decode(2, (8, 16, 24, 32), 5),
-        "HBM bound: two slices halve token traffic and barriers per weight",
+        "HBM bound: two slices halve token traffic and barriers per weight. 8 rows 195 us, with "
+        "one slice and 8 stages 197; 4 stages at 16 rows are equal",
     ),
     KnobRow(
         64,
         FP4,
         _decode(1, (16, 32, 48, 64), 6),
-        "two slices of 64 columns would not fit 112 registers: ptxas serialises WGMMA",
+        "two slices of 64 columns do not fit 112 registers, ptxas would serialise WGMMA; two "
+        "warpgroups are slower. 64 rows 308 us, two warpgroups 355",
     ),
     KnobRow(
         128,
         FP4,
         _prefill(2, (32, 64, 96, 128), 4),
-        "tensor bound: two slices share each token slab",
+        "tensor bound: two slices share a token slab. 128 rows 497 us, with one slice 513; the one "
+        "width 128 alone is equal",
     ),
     KnobRow(
         NO_LIMIT,
         FP4,
         _prefill(1, (64, 128, 192, 256), 3),
-        "tensor bound: the widest WGMMA decodes each weight once per 256 tokens",
+        "each weight is decoded once per 256 tokens. 256 rows 919 us, as two tiles of 128 972",
     ),
     KnobRow(
         32,
         FP8,
         _decode(1, (8, 16, 24, 32), 5),
-        "a slab is twice that of 4-bit codes: one slice leaves room for five stages",
+        "a slab has twice the bytes of 4-bit codes: one slice leaves room for five stages. 8 rows "
+        "333 us, at the rate of memory",
     ),
     KnobRow(
         NO_LIMIT,
         FP8,
         _prefill(1, (32, 64, 96, 128), 4),
-        "wider tiles leave too little shared memory for a ring",
+        "wider tiles leave too little shared memory for a ring; 128 rows 568 us",
     ),
     KnobRow(
         32,
         ("bf16",),
         _decode(1, (8, 16, 24, 32), 3),
-        "64 KiB of weights a stage: three stages are all that fits",
+        "64 KiB of weights a stage: three stages are all that fits. 8 rows 621 us, at the rate of "
+        "memory",
     ),
     KnobRow(
         NO_LIMIT,
         ("bf16",),
         _prefill(1, (32, 64, 96, 128), 3),
-        "128 rows of weights a stage leave three stages for 128 tokens",
+        "128 weight rows a stage leave three stages for 128 tokens; 128 rows 708 us",
     ),
 )
 

@@ -214,15 +214,6 @@ class MainloopSm90:
         shape = mma.partition_shape_C((TILE_ROWS, width))
         return [cute.make_rmem_tensor(shape, Float32) for _ in range(self.slices_per_item)]
 
-    def make_operands(self, mma) -> list:
-        """A registers of one tile, as a fragment and as 32 words [k16 step][a0..a3]."""
-        operands = []
-        for _ in range(self.slices_per_item if self.knobs.overlaps_slices else 1):
-            fragment = mma.make_fragment_A(mma.partition_shape_A((TILE_ROWS, TILE_COLS)))
-            words = cute.recast_tensor(fragment, Uint32).iterator
-            operands.append((fragment, cute.make_tensor(words, cute.make_layout(32))))
-        return operands
-
     @cute.jit
     def accumulate(
         self,
@@ -245,7 +236,10 @@ class MainloopSm90:
         if const_expr(width != self.max_width):
             tokens = cute.local_tile(ring_tokens, (width, TILE_COLS), (0, 0, None))
         b_operand = mma.make_fragment_B(mma.get_slice(tid).partition_B(tokens))
-        operands = self.make_operands(mma)
+        a_operand = mma.make_fragment_A(mma.partition_shape_A((TILE_ROWS, TILE_COLS)))
+        registers = cute.make_tensor(  # [k16 step][a0..a3]
+            cute.recast_tensor(a_operand, Uint32).iterator, cute.make_layout(32)
+        )
         partial = None
         if const_expr(self.scales_partial_sums):
             partial = cute.make_rmem_tensor(mma.partition_shape_C((TILE_ROWS, width)), Float32)
@@ -257,28 +251,27 @@ class MainloopSm90:
         for _ in cutlass.range(slabs, unroll=1):
             cute.arch.mbarrier_wait(bars + stage, phase)
             self.slab_of_slice(
-                mma, width, decoder, ring_words, b_operand, operands[0], accumulators[0], partial,
+                mma, width, decoder, ring_words, b_operand, a_operand, registers,
+                accumulators[0], partial,
                 warpgroup_idx, tid, 0, stage,
             )  # fmt: skip
             if const_expr(self.slices_per_item == 2):
                 if num_slices == 2:
                     self.slab_of_slice(
-                        mma, width, decoder, ring_words, b_operand, operands[-1], accumulators[1],
+                        mma, width, decoder, ring_words, b_operand, a_operand, registers,
+                        accumulators[1],
                         partial, warpgroup_idx, tid, 1, stage,
                     )  # fmt: skip
-            if const_expr(self.knobs.overlaps_slices):
-                warpgroup.wait_group(0)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(bars + self.stages + stage)
             stage, phase = self.advance(stage, phase)
         return stage, phase
 
     def slab_of_slice(
-        self, mma, width, decoder, ring_words, b_operand, operand, accumulator, partial,
-        warpgroup_idx, tid, slice_idx, stage,
+        self, mma, width, decoder, ring_words, b_operand, a_operand, registers, accumulator,
+        partial, warpgroup_idx, tid, slice_idx, stage,
     ):  # fmt: skip
         """Unrolled at trace time: one tile's decode and 8 WGMMA, in two groups of four."""
-        a_operand, registers = operand
         tile = (
             ring_words
             + stage * self.stage_words
@@ -296,8 +289,7 @@ class MainloopSm90:
                 )
             warpgroup.commit_group()
         # Open groups over the loop's back edge would make ptxas serialise every WGMMA (C7513).
-        if not self.knobs.overlaps_slices:
-            warpgroup.wait_group(0)
+        warpgroup.wait_group(0)
         if partial is not None:
             self.add_scaled(accumulator, partial, tile, width)
 

@@ -260,3 +260,13 @@ def test_items_cover_every_row_and_slice_once(rows, slices_per_item, num_slices)
         lengths.append(rows[item.expert])
     assert torch.all(seen == 1)
     assert lengths == sorted(lengths, reverse=True)
+
+
+@pytest.mark.parametrize(
+    "num_items, expected",
+    # None; all of fewer than half the CTAs; a last wave that half fills them; one that does more.
+    [(0, 0), (1, 1), (66, 66), (67, 0), (132, 0), (256, 0), (448, 52), (330, 66), (331, 0)],
+)
+def test_a_last_wave_is_halved_only_where_that_ends_earlier(num_items, expected):
+    assert schedule.num_halved_items(num_items, 132, 2) == expected
+    assert schedule.num_halved_items(num_items, 132, 1) == 0
