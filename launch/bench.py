@@ -103,7 +103,9 @@ def bench_on_rank(args: argparse.Namespace, group: EpGroup) -> dict[str, object]
     for fmt in args.weights_format:
         weights = random_weights(shape, fmt, group)
         for name in args.backend:
-            can_run = supports(shape, fmt, named_backend(name), group.device)
+            can_run = supports(
+                shape, fmt, named_backend(name), group.device, num_ranks=group.num_ranks
+            )
             if can_run.ok:
                 results += bench_backend(args, shape, weights, name, group, peaks)
             else:
