@@ -252,15 +252,13 @@ class MainloopSm90:
             cute.arch.mbarrier_wait(bars + stage, phase)
             self.slab_of_slice(
                 mma, width, decoder, ring_words, b_operand, a_operand, registers,
-                accumulators[0], partial,
-                warpgroup_idx, tid, 0, stage,
+                accumulators[0], partial, warpgroup_idx, tid, 0, stage,
             )  # fmt: skip
             if const_expr(self.slices_per_item == 2):
                 if num_slices == 2:
                     self.slab_of_slice(
                         mma, width, decoder, ring_words, b_operand, a_operand, registers,
-                        accumulators[1],
-                        partial, warpgroup_idx, tid, 1, stage,
+                        accumulators[1], partial, warpgroup_idx, tid, 1, stage,
                     )  # fmt: skip
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(bars + self.stages + stage)
