@@ -212,6 +212,8 @@ class GroupedGemm:
         num_rows = rows_in.shape[0]
         if num_rows == 0:
             return
+        assert rows_in.is_contiguous() and rows_out.is_contiguous()
+        assert offsets.dtype == torch.int32 and len(offsets) == self.num_local_experts + 1
         kernel, arguments = self._bound(
             name,
             num_rows,
