@@ -1,7 +1,7 @@
 """From a bare process to an `EpGroup`, and back, each in one order.
 
     init       torchrun's environment -> device -> process group -> EpGroup
-    shutdown   device idle -> every rank here -> process group
+    shutdown   device idle -> every rank here -> NVSHMEM -> process group
 
 Under torchrun every process is one rank; plain `python` is one rank without a process group.
 """
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.comm.group import EpGroup
+from moe_ep.comm.symmetric import finish_nvshmem
 from moe_ep.launch import log
 
 # torchrun sets all five. A cluster may export the address everywhere, so it alone says nothing.
@@ -79,6 +80,7 @@ def shutdown(group: EpGroup) -> None:
     if group.device.type == "cuda":
         torch.cuda.synchronize(group.device)
     dist.barrier(group.process_group)
+    finish_nvshmem()
     dist.destroy_process_group()
 
 

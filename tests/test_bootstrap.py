@@ -3,7 +3,7 @@
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -106,6 +106,28 @@ def take_the_group_that_is_there(rank: int, num_ranks: int) -> tuple[int, int, b
 
 def test_a_group_that_is_there_is_taken_and_left() -> None:
     assert spawn.run(take_the_group_that_is_there, 2) == [(0, 2, True), (1, 2, True)]
+
+
+def order_of_shutdown(rank: int, num_ranks: int) -> list[str]:
+    steps = []
+
+    def note(name: str, step: Callable[..., None]) -> Callable[..., None]:
+        def noted(*args: object) -> None:
+            steps.append(name)
+            step(*args)
+
+        return noted
+
+    group = bootstrap.init("cpu")
+    bootstrap.finish_nvshmem = note("nvshmem", bootstrap.finish_nvshmem)
+    dist.barrier = note("barrier", dist.barrier)
+    dist.destroy_process_group = note("process group", dist.destroy_process_group)
+    bootstrap.shutdown(group)
+    return steps
+
+
+def test_nvshmem_ends_when_all_ranks_are_there_and_before_the_process_group() -> None:
+    assert spawn.run(order_of_shutdown, 2) == [["barrier", "nvshmem", "process group"]] * 2
 
 
 def test_log_lines_name_the_rank(capsys: pytest.CaptureFixture[str]) -> None:
