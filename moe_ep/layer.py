@@ -145,7 +145,11 @@ class MoEEpLayer(torch.nn.Module):
     def warmup(self) -> None:
         """Compile and allocate everything, and make the first contact of the ranks. Collective."""
         self._require_usable()
-        self._backend.warmup()
+        try:
+            self._backend.warmup()
+        except BaseException as error:
+            self._poison(error)  # tells the other ranks, which wait in the forward below
+            raise
         device, top_k = self._group.device, self.shape.top_k
         token = MoEInputs(
             torch.zeros(1, self.shape.hidden, dtype=torch.bfloat16, device=device),
@@ -266,9 +270,14 @@ def _resolve_group(
 ) -> EpGroup:
     if group is None:
         return EpGroup.default(device)
-    if isinstance(group, EpGroup):
-        return group
-    return EpGroup.from_process_group(group, device)
+    if not isinstance(group, EpGroup):
+        return EpGroup.from_process_group(group, device)
+    if group.is_virtual:
+        raise MoEEpConfigError(
+            f"group is virtual: its {group.num_ranks} ranks share one launch, a layer is one rank; "
+            "allowed: EpGroup.single, EpGroup.from_process_group or a ProcessGroup"
+        )
+    return group
 
 
 def _check_arguments(

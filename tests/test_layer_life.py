@@ -44,6 +44,11 @@ def expected(inputs: MoEInputs) -> torch.Tensor:
     return moe_reference(inputs, make_weights(SHAPE), SHAPE)
 
 
+def test_a_virtual_group_is_refused():
+    with pytest.raises(MoEEpConfigError, match="group is virtual: its 2 ranks"):
+        make_layer(group=EpGroup.virtual(2, "cpu"))
+
+
 def test_the_layer_is_a_module_without_parameters_inside_a_model(layer, inputs, expected):
     model = torch.nn.ModuleDict({"experts": layer}).eval().requires_grad_(False)
     assert not list(model.parameters()) and not model.state_dict()
