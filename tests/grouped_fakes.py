@@ -81,7 +81,8 @@ class FakeCombine:
         pass
 
     def __call__(self, terms, pool_row, topk_weights, out) -> None:
-        assert topk_weights.is_contiguous() and out.is_contiguous()
+        for tensor in (topk_weights, out):
+            assert tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
         rows = pool_row.long().clamp(min=0)
         out.copy_(combine_terms(terms[rows], pool_row, topk_weights))
 

@@ -134,6 +134,8 @@ def test_any_strides_and_alignment_of_inputs_and_out(layer, inputs, expected):
         assert layer(MoEInputs(given, strided_ids, strided_weights), out=out) is out
         assert torch.equal(out, expected)
         assert not wide[:, 1::2].any()
+    misaligned = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view_as(x)
+    assert torch.equal(layer(inputs, out=misaligned), expected)
 
 
 def test_int64_ids_give_the_bits_of_int32_ids(layer, inputs, expected):

@@ -41,7 +41,7 @@ def test_permute_spills_nothing_and_loads_before_it_counts(config, tmp_path):
         assert sass.count("STG.E.128") >= config.top_k * NUM_VECTORS_IN_FLIGHT
 
 
-@pytest.mark.parametrize("top_k", [1, 8, 10, 22])
+@pytest.mark.parametrize("top_k", [1, 8, 10, 22, 32])
 def test_combine_has_ten_loads_in_flight_and_no_fused_multiply_add(top_k, tmp_path):
     sass = disassemble(combine_build(CombineConfig(top_k=top_k, hidden=7168)), tmp_path)
     assert sass.count("FFMA") == 0

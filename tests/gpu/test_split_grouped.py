@@ -20,6 +20,7 @@ from moe_ep.comm.errors import MoEEpConfigError, MoEEpStateError
 from moe_ep.comm.transport import LocalTransport
 from moe_ep.config import GroupedGemmConfig
 from moe_ep.grouped import GroupedExperts
+from moe_ep.grouped_limits import MAX_TOP_K
 from moe_ep.grouped_memory import prepared_bytes, workspace_bytes, workspace_regions
 from moe_ep.launch import cli, spawn
 from moe_ep.megakernel.knobs import KNOB_TABLE, KernelKnobs, choose_row
@@ -169,6 +170,7 @@ CASES = [
     Case("expert repeated in a token", (40,), ids="one token", shape=SMALL),
     Case("experts without a token", (40,), ids="first half", shape=SMALL),
     Case("top_k = num_experts", (9,), shape=replace(SMALL, num_experts=5, top_k=5)),
+    Case("most slots", (9,), shape=replace(SMALL, num_experts=40, top_k=MAX_TOP_K)),
     Case("one expert", (9,), shape=replace(SMALL, num_experts=1, top_k=1)),
     Case("padded shape", (30,), shape=replace(SMALL, hidden=288, intermediate=160)),
     Case("smallest shape", (30,), shape=replace(SMALL, hidden=16, intermediate=16)),
