@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ep import reference
+from moe_ep.backends import supports
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.comm.group import EpGroup
 from moe_ep.inputs import MoEInputs
@@ -32,7 +33,7 @@ from moe_ep.launch import bootstrap, torchrun
 from moe_ep.launch.backends import BACKENDS, named_backend
 from moe_ep.launch.geometries import GEOMETRIES, geometry
 from moe_ep.launch.peaks import Peaks, device_peaks
-from moe_ep.layer import MoEEpLayer, supports
+from moe_ep.layer import MoEEpLayer
 from moe_ep.megakernel.problem import WEIGHT_FORMATS, MoEShape, owned_experts, weight_format
 from moe_ep.weights import MoEWeights
 

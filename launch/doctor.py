@@ -16,9 +16,9 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 import torch.distributed as dist
 
+from moe_ep.backends import supports
 from moe_ep.launch.backends import BACKENDS
 from moe_ep.launch.geometries import geometry
-from moe_ep.layer import supports
 
 _SMI_TIMEOUT_S = 20
 

@@ -4,7 +4,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from moe_ep.backends import choose_backend, describe, supports
+from moe_ep.backends import choose_backend, describe
 from moe_ep.comm.errors import (
     MoEEpConfigError,
     MoEEpStateError,
@@ -21,8 +21,6 @@ from moe_ep.inputs import MoEInputs, check_inputs, check_tensor
 from moe_ep.megakernel.problem import MoEShape, owned_experts
 from moe_ep.split import ExpertKernel, SplitBackend, TorchExperts
 from moe_ep.weights import MoEWeights
-
-__all__ = ["MoEEpLayer", "supports"]
 
 
 class MoEEpLayer(torch.nn.Module):
