@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, Int64, Uint32, const_expr
 
 from moe_ep.comm.post_mortem import FIELDS
 
@@ -27,6 +27,15 @@ def int32_ptr(address: Int64) -> cute.Pointer:
 
 def int64_ptr(address: Int64) -> cute.Pointer:
     return cute.make_ptr(Int64, address, cute.AddressSpace.gmem, assumed_align=8)
+
+
+def is_before(seen, expected):
+    """Whether a flag or counter has still to reach `expected`; both wrap at 32 bits.
+
+    The difference is taken unsigned: of signed numbers a compiler may assume that none wraps, and
+    compare the two instead.
+    """
+    return Int32(Uint32(seen) - Uint32(expected)) < 0
 
 
 @dataclass(frozen=True)
@@ -106,11 +115,11 @@ class Watch:
         flag = int32_ptr(address)
         alive = Int32(1)
         seen = cute.arch.load(flag, Int32, sem="acquire", scope=scope)
-        if seen - expected < 0:
+        if is_before(seen, expected):
             start = Int64(cute.arch.globaltimer())
-            while (seen - expected < 0) & (alive == 1):
+            while is_before(seen, expected) & (alive == 1):
                 seen = cute.arch.load(flag, Int32, sem="acquire", scope=scope)
-                if seen - expected < 0:
+                if is_before(seen, expected):
                     alive = self.keep_waiting(start, phase, peer, expected, seen)
         return alive
 

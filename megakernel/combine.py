@@ -37,18 +37,18 @@ class Combine:
         finished = view.counter(layout.counters.finished)
         threads.sync()
         if threads.idx < WARP_SIZE:
-            is_last = Int32(0)
+            is_last, alive = Int32(0), Int32(1)
             if threads.idx == 0:
                 is_last = arrive(finished, view.num_ctas)
                 if is_last == 1:
                     # All CTAs of this launch have read it.
                     int32_ptr(view.address("step")).store(view.step)
-            alive = view.watch.is_alive()
-            is_last = cute.arch.shuffle_sync(is_last & alive, 0)
-            cute.arch.sync_warp()
             if const_expr(layout.num_ranks > 1):
+                is_last = cute.arch.shuffle_sync(is_last, 0)
+                cute.arch.sync_warp()
                 if is_last == 1:
-                    self.dispatch.signal(view, "drained")
+                    if view.watch.is_alive() == 1:
+                        self.dispatch.signal(view, "drained")
                 alive = view.watch.wait_peers(
                     view.address("drained"), layout.num_ranks, Phase.DRAINED
                 )

@@ -1,10 +1,12 @@
 """Tokens to the ranks that hold their experts: phases A to D of `protocol.py`, as device functions.
 
-    stage   own x and ids to where peers find them, then arrived[rank] at every peer
-    wait    for all ranks' flags
-    scan    all routes to this rank's experts: rows, first_row, first_tile, order in shared memory;
-            the own share of tokens into src_meta and pool_row
-    pull    pool rows in order, whole rows by bulk copy: peer -> shared memory -> pool
+    stage   own ids and x to where peers find them, then routed[rank], arrived[rank] at every peer
+    wait    for all ranks' routing
+    scan    all routes to this rank's experts: rows, first_row, first_tile, order in shared memory
+    bring   tokens into the pool, by whole rows: peer -> shared memory -> pool. Either
+            place   the own share of tokens into src_meta and pool_row, and
+            pull    pool rows in their order; or, where there is a CTA for each token,
+            bring_token: both at once, some slots of one token
 
 The pool holds the experts in the order of `schedule.expert_order` (most rows first), and in each
 its rows by (source position, token, slot): the rank's own tokens first. The place of a row is a
@@ -28,6 +30,7 @@ from moe_ep.megakernel.workspace import Workspace
 WARP_SIZE = 32
 FULL_MASK = 0xFFFFFFFF
 NUM_LOADS_IN_FLIGHT = 8
+VECTOR_BYTES = 16
 NUM_ROW_BUFFERS = 2
 NO_ROW = 2**31 - 1
 
@@ -58,6 +61,8 @@ class Dispatch:
             first_tile: cute.struct.MemRange[Int32, experts]
             next_row: cute.struct.MemRange[Int32, experts]
             order: cute.struct.MemRange[Int32, experts]  # experts by falling rows
+            keys: cute.struct.MemRange[Int64, experts]  # of those with rows, see `sort_experts`
+            num_used: cute.struct.MemRange[Int32, 2]  # experts with rows, and without
             num_rows: cute.struct.MemRange[Int32, 1]
             token_base: cute.struct.MemRange[Int32, ranks + 1]  # tokens of earlier sources
             alive: cute.struct.MemRange[Int32, 1]
@@ -75,43 +80,59 @@ class Dispatch:
 
     @cute.jit
     def stage(self, view: RankView, inputs: RankInputs, threads: Threads):
-        """All threads: publish this rank's tokens and routing. Nothing to do for one rank."""
+        """All threads: publish this rank's routing and tokens. Nothing to do for one rank."""
         num_tokens = cutlass.max(inputs.num_tokens, Int32(0))
-        first = view.cta * threads.num_threads + threads.idx
-        stride = view.num_ctas * threads.num_threads
+        for peer in range(view.cta, self.layout.num_ranks, view.num_ctas):
+            self.stage_routing(view, inputs, threads, peer, num_tokens)
+        stager = view.num_ctas - 1 - view.cta
+        num_stagers = protocol.num_stagers(num_tokens, view.num_ctas)
+        if stager < num_stagers:
+            first, end = protocol.share_bounds(num_tokens, view.num_ctas, stager)
+            self.stage_tokens(view, inputs, threads, first, cutlass.min(end, num_tokens))
+            threads.sync()
+            if threads.idx < WARP_SIZE:
+                is_last = Int32(0)
+                if threads.idx == 0:
+                    staged = view.counter(self.layout.counters.staged)
+                    is_last = arrive(staged, num_stagers)
+                is_last = cute.arch.shuffle_sync(is_last, 0)
+                cute.arch.sync_warp()
+                if is_last == 1:
+                    self.signal(view, "arrived")
+
+    @cute.jit
+    def stage_routing(self, view, inputs, threads: Threads, peer: Int32, num_tokens: Int32):
+        """All threads: ids and number of tokens of this rank to one peer, who is told."""
+        ids = int32_ptr(view.peer_address(peer, "ids") + self.ids_offset(view.rank))
+        for index in range(threads.idx, num_tokens * self.layout.top_k, threads.num_threads):
+            loaded = self.load_id(inputs.topk_ids, index)
+            self.note_bad_id(view, index, loaded)
+            (ids + index).store(self.known_expert(loaded))
+        threads.sync()
+        if threads.idx == 0:
+            (int32_ptr(view.peer_address(peer, "num_tokens")) + view.rank).store(inputs.num_tokens)
+            flag = int32_ptr(view.peer_address(peer, "routed")) + view.rank
+            cute.arch.store(flag, view.step, sem="release", scope="sys")
+
+    @cute.jit
+    def stage_tokens(self, view, inputs, threads: Threads, first_token: Int32, end_token: Int32):
+        """All threads: own rows to x_stage."""
+        vectors_per_token = self.row_bytes // VECTOR_BYTES
         stage = view.address("x_stage")
-        num_vectors = num_tokens * (self.row_bytes // 16)
-        for base in range(first, num_vectors, stride * NUM_LOADS_IN_FLIGHT):
+        first, end = first_token * vectors_per_token, end_token * vectors_per_token
+        stride = threads.num_threads
+        for base in range(first + threads.idx, end, stride * NUM_LOADS_IN_FLIGHT):
             vectors = []
             for i in cutlass.range_constexpr(NUM_LOADS_IN_FLIGHT):
                 # Past the end the last vector is read again and not stored.
-                position = cutlass.min(base + i * stride, num_vectors - 1)
-                vectors.append(ptx.ld_global_v4(inputs.x + Int64(position) * 16))
+                position = cutlass.min(base + i * stride, end - 1)
+                vectors.append(ptx.ld_global_v4(inputs.x + Int64(position) * VECTOR_BYTES))
             for i in cutlass.range_constexpr(NUM_LOADS_IN_FLIGHT):
                 position = base + i * stride
-                if position < num_vectors:
-                    ptx.st_global(stage + Int64(position) * 16, vectors[i])
+                if position < end:
+                    ptx.st_global(stage + Int64(position) * VECTOR_BYTES, vectors[i])
         # Peers read x_stage by bulk copy, which is another proxy than the stores above.
         cute.arch.fence_proxy("async.global")
-        for index in range(first, num_tokens * self.layout.top_k, stride):
-            expert = self.checked_id(view, inputs.topk_ids, index)
-            for peer in range(self.layout.num_ranks):
-                ids = view.peer_address(peer, "ids") + self.ids_offset(view.rank)
-                (int32_ptr(ids) + index).store(expert)
-        if view.cta == 0:
-            for peer in range(threads.idx, self.layout.num_ranks, threads.num_threads):
-                address = view.peer_address(peer, "num_tokens")
-                (int32_ptr(address) + view.rank).store(inputs.num_tokens)
-        threads.sync()
-        if threads.idx < WARP_SIZE:
-            is_last = Int32(0)
-            if threads.idx == 0:
-                staged = view.counter(self.layout.counters.staged)
-                is_last = arrive(staged, view.num_ctas)
-            is_last = cute.arch.shuffle_sync(is_last, 0)
-            cute.arch.sync_warp()
-            if is_last == 1:
-                self.signal(view, "arrived")
 
     @cute.jit
     def signal(self, view: RankView, region: cutlass.Constexpr):
@@ -124,12 +145,12 @@ class Dispatch:
 
     @cute.jit
     def wait(self, view: RankView, storage, threads: Threads):
-        """All threads: until every rank's tokens and routing are there, or time is up."""
+        """All threads: until every rank's routing is there, or time is up."""
         if threads.idx < WARP_SIZE:
-            alive = view.watch.is_alive()
+            alive = Int32(1)
             if const_expr(self.layout.num_ranks > 1):
                 alive = view.watch.wait_peers(
-                    view.address("arrived"), self.layout.num_ranks, Phase.ARRIVED
+                    view.address("routed"), self.layout.num_ranks, Phase.ROUTED
                 )
             if threads.idx == 0:
                 storage.alive.data_ptr().store(alive)
@@ -140,19 +161,29 @@ class Dispatch:
     @cute.jit
     def scan(self, view: RankView, inputs: RankInputs, storage, threads: Threads):
         """All threads: what this rank's experts receive, into shared memory."""
-        experts = self.layout.num_local_experts
+        experts, ranks = self.layout.num_local_experts, self.layout.num_ranks
         for expert in range(threads.idx, experts, threads.num_threads):
             (storage.rows.data_ptr() + expert).store(Int32(0))
             (storage.before.data_ptr() + expert).store(Int32(0))
+        if threads.idx == 0:
+            storage.num_rows.data_ptr().store(Int32(0))
+            storage.num_used.data_ptr().store(Int32(0))
+            (storage.num_used.data_ptr() + 1).store(Int32(0))
         if threads.idx < WARP_SIZE:
             self.load_token_counts(view, inputs, storage)
         threads.sync()
-        first, _ = self.share(view, storage)
-        for position in range(self.layout.num_ranks):
+        first, _, _ = self.share(view, storage)
+        # Some warps for each source, so that sources are not waited for one after the other.
+        num_teams = min(ranks, threads.num_threads // WARP_SIZE)
+        team_size = threads.num_threads // WARP_SIZE // num_teams * WARP_SIZE
+        for position in range(threads.idx // team_size, ranks, num_teams):
             base = (storage.token_base.data_ptr() + position).load()
             num_tokens = (storage.token_base.data_ptr() + position + 1).load() - base
-            source = protocol.source_rank(view.rank, position, self.layout.num_ranks)
-            self.count_source(view, inputs, storage, threads, source, num_tokens, first - base)
+            source = protocol.source_rank(view.rank, position, ranks)
+            team = Threads(threads.idx % team_size, team_size, threads.barrier_id)
+            self.count_source(view, inputs, storage, team, source, num_tokens, first - base)
+        threads.sync()
+        self.list_used_experts(storage, threads)
         threads.sync()
         self.sort_experts(storage, threads)
         threads.sync()
@@ -192,54 +223,81 @@ class Dispatch:
         return (int32_ptr(view.address("num_tokens")) + source).load()
 
     def share(self, view: RankView, storage):
-        """Bounds of the tokens, counted over all sources, that this CTA routes."""
+        """Tokens, counted over all sources, that this CTA routes: first and one past the last.
+        Third, how many CTAs each of them has (`protocol.ctas_per_token`), 0 for less than one."""
         num_tokens = (storage.token_base.data_ptr() + self.layout.num_ranks).load()
+        ctas = protocol.ctas_per_token(num_tokens, view.num_ctas, self.layout.top_k)
         first, end = protocol.share_bounds(num_tokens, view.num_ctas, view.cta)
-        return first, cutlass.min(end, num_tokens)
+        has_some = ctas > 0
+        own = view.cta // protocol.at_least_one(ctas)
+        first = schedule.select(has_some, own, first)
+        end = schedule.select(has_some, own + 1, end)
+        return first, cutlass.min(end, num_tokens), ctas
 
     @cute.jit
     def count_source(
-        self, view, inputs, storage, threads, source: Int32, num_tokens: Int32, first_own: Int32
+        self, view, inputs, storage, team: Threads, source: Int32, num_tokens: Int32, first_own
     ):
         """All slots of one source into the histograms. `first_own`: first token of the share."""
         num_slots = num_tokens * self.layout.top_k
         own_slot = first_own * self.layout.top_k
-        step = threads.num_threads * NUM_LOADS_IN_FLIGHT
-        for base in range(threads.idx, num_slots, step):
-            experts = []
+        for base in range(team.idx, num_slots, team.num_threads * NUM_LOADS_IN_FLIGHT):
+            loaded = []
             for i in cutlass.range_constexpr(NUM_LOADS_IN_FLIGHT):
-                index = base + i * threads.num_threads
-                expert = Int32(-1)
-                if index < num_slots:
-                    expert = self.local_expert(view, inputs, source, index)
-                experts.append(expert)
+                # Past the end the last slot is read again and not counted.
+                index = cutlass.min(base + i * team.num_threads, num_slots - 1)
+                loaded.append(self.routed_id(view, inputs, source, index))
             for i in cutlass.range_constexpr(NUM_LOADS_IN_FLIGHT):
-                if experts[i] >= 0:
-                    _increment(storage.rows.data_ptr() + experts[i])
-                    if base + i * threads.num_threads < own_slot:
-                        _increment(storage.before.data_ptr() + experts[i])
+                index = base + i * team.num_threads
+                expert = self.local_expert(view, loaded[i])
+                if (expert >= 0) & (index < num_slots):
+                    _increment(storage.rows.data_ptr() + expert)
+                    if index < own_slot:
+                        _increment(storage.before.data_ptr() + expert)
+
+    @cute.jit
+    def list_used_experts(self, storage, threads: Threads):
+        """Keys of the experts with rows, in any order; a larger key is an earlier place. The
+        others follow them, in any order."""
+        experts = self.layout.num_local_experts
+        for expert in range(threads.idx, experts, threads.num_threads):
+            rows = (storage.rows.data_ptr() + expert).load()
+            if rows > 0:
+                place = _increment(storage.num_used.data_ptr())
+                (storage.keys.data_ptr() + place).store(Int64(rows) << 32 | Int64(NO_ROW - expert))
+            else:
+                place = experts - 1 - _increment(storage.num_used.data_ptr() + 1)
+                (storage.order.data_ptr() + place).store(Int32(expert))
 
     @cute.jit
     def sort_experts(self, storage, threads: Threads):
         """Each expert's place, first row and first tile: sums over the experts before it."""
         experts, width = self.layout.num_local_experts, self.layout.max_tile_width
-        rows = storage.rows.data_ptr()
-        for expert in range(threads.idx, experts, threads.num_threads):
-            mine = (rows + expert).load()
+        num_used = storage.num_used.data_ptr().load()
+        for i in range(threads.idx, experts, threads.num_threads):
+            mine = Int64(0)  # behind all that are used
+            expert = Int32(0)
+            if i < num_used:
+                mine = (storage.keys.data_ptr() + i).load()
+                expert = NO_ROW - Int32(mine)
+            else:
+                expert = (storage.order.data_ptr() + i).load()
             place, first_row, first_tile = Int32(0), Int32(0), Int32(0)
-            for other in range(experts):
-                theirs = (rows + other).load()
-                if (theirs > mine) | ((theirs == mine) & (other < expert)):
+            for other in cutlass.range(num_used, unroll=8):
+                theirs = (storage.keys.data_ptr() + other).load()
+                if theirs > mine:
+                    rows = Int32(theirs >> 32)
                     place += 1
-                    first_row += theirs
-                    first_tile += schedule.num_token_tiles(theirs, width)
-            (storage.order.data_ptr() + place).store(Int32(expert))
+                    first_row += rows
+                    first_tile += schedule.num_token_tiles(rows, width)
+            if i < num_used:
+                (storage.order.data_ptr() + place).store(expert)
+                if place == num_used - 1:
+                    storage.num_rows.data_ptr().store(first_row + Int32(mine >> 32))
             (storage.first_row.data_ptr() + expert).store(first_row)
             (storage.first_tile.data_ptr() + expert).store(first_tile)
             before = (storage.before.data_ptr() + expert).load()
             (storage.next_row.data_ptr() + expert).store(first_row + before)
-            if place == experts - 1:
-                storage.num_rows.data_ptr().store(first_row + mine)
 
     @cute.jit
     def place(self, view: RankView, inputs: RankInputs, storage):
@@ -247,45 +305,60 @@ class Dispatch:
         top_k, capacity = self.layout.top_k, self.layout.max_tokens_per_rank
         tokens_per_batch = WARP_SIZE // top_k
         lane = cute.arch.lane_idx()
-        slot = lane % top_k
-        first, end = self.share(view, storage)
+        first, end, _ = self.share(view, storage)
         pool_row, src_meta = view.address("pool_row"), view.address("src_meta")
         for base in range(first, end, tokens_per_batch):
-            token = base + lane // top_k
-            is_slot = (lane < tokens_per_batch * top_k) & (token < end)
-            source, token = self.find_source(view, storage, token)
-            expert = Int32(-1)
-            if is_slot:
-                expert = self.local_expert(view, inputs, source, token * top_k + slot)
-            same_expert = cute.arch.match_sync(FULL_MASK, expert)
-            num_below = Int32(cute.arch.popc(same_expert & cute.arch.lanemask_lt()))
-            row = Int32(NO_ROW)
-            if expert >= 0:
-                row = (storage.next_row.data_ptr() + expert).load() + num_below
-            cute.arch.sync_warp()
-            if (expert >= 0) & (num_below == 0):
-                next_row = row + Int32(cute.arch.popc(same_expert))
-                (storage.next_row.data_ptr() + expert).store(next_row)
-            first_row_of_token = Int32(NO_ROW)
+            source, token, expert, row = self.place_batch(view, inputs, storage, base, end)
+            first_row_of_token = row
+            if expert < 0:
+                first_row_of_token = Int32(NO_ROW)
             for k in cutlass.range_constexpr(top_k):
                 other = cute.arch.shuffle_sync(row, lane // top_k * top_k + k)
-                first_row_of_token = cutlass.min(first_row_of_token, other)
+                if other >= 0:
+                    first_row_of_token = cutlass.min(first_row_of_token, other)
             is_lead = Int32((source == view.rank) | (row == first_row_of_token))
-            index = protocol.slot_index(source, token, slot, capacity, top_k)
+            index = protocol.slot_index(source, token, lane % top_k, capacity, top_k)
             meta = Int64(view.step) << 32 | Int64(index)
-            if is_slot:
-                value = Int32(-1)
-                if expert >= 0:
-                    value = row
-                (int32_ptr(pool_row) + index).store(value)
+            if (lane < tokens_per_batch * top_k) & (base + lane // top_k < end):
+                (int32_ptr(pool_row) + index).store(row)
             if (expert >= 0) & (is_lead == 0):
-                (int64_ptr(src_meta) + row).store(meta)
+                cute.arch.store(int64_ptr(src_meta) + row, meta, sem="relaxed", scope="gpu")
             cute.arch.sync_warp()
             if (expert >= 0) & (is_lead == 1):
                 # Whoever pulls the row relies on all that the warp has written for its token.
                 entry = int64_ptr(src_meta) + row
                 meta = meta | Int64(protocol.LEAD_BIT)
                 cute.arch.store(entry, meta, sem="release", scope="gpu")
+
+    @cute.jit
+    def place_batch(self, view, inputs, storage, base: Int32, end: Int32):
+        """One warp, a lane for each slot of as many tokens as it holds from `base` on: source rank,
+        its token, local expert and pool row, both -1 without one. Moves `next_row` on."""
+        top_k = self.layout.top_k
+        lane = cute.arch.lane_idx()
+        token = base + lane // top_k
+        is_slot = (lane < WARP_SIZE // top_k * top_k) & (token < end)
+        # A lane without a slot reads one of the first token.
+        source, token = self.find_source(view, storage, schedule.select(is_slot, token, base))
+        index = token * top_k + lane % top_k
+        loaded = self.routed_id(view, inputs, source, index)
+        expert = self.local_expert(view, loaded)
+        if is_slot:
+            if const_expr(self.layout.num_ranks == 1):
+                self.note_bad_id(view, index, loaded)
+        else:
+            expert = Int32(-1)
+        same_expert = cute.arch.match_sync(FULL_MASK, expert)
+        num_below = Int32(cute.arch.popc(same_expert & cute.arch.lanemask_lt()))
+        row = Int32(-1)
+        if expert >= 0:
+            row = (storage.next_row.data_ptr() + expert).load() + num_below
+        cute.arch.sync_warp()
+        if (expert >= 0) & (num_below == 0):
+            next_row = row + Int32(cute.arch.popc(same_expert))
+            (storage.next_row.data_ptr() + expert).store(next_row)
+        cute.arch.sync_warp()
+        return source, token, expert, row
 
     @cute.jit
     def find_source(self, view: RankView, storage, token: Int32):
@@ -300,10 +373,69 @@ class Dispatch:
     # ---- D
 
     @cute.jit
+    def bring(self, view: RankView, inputs: RankInputs, storage, buffers: Int32):
+        """One warp, after `scan`: this CTA's part in filling the pool.
+
+        buffers   shared memory address of NUM_ROW_BUFFERS rows, aligned to 16 bytes
+        """
+        first, end, ctas_per_token = self.share(view, storage)
+        if ctas_per_token == 0:
+            self.place(view, inputs, storage)
+            self.pull(view, inputs, storage, buffers, view.cta, view.num_ctas)
+        elif first < end:
+            part = view.cta % protocol.at_least_one(ctas_per_token)
+            self.bring_token(view, inputs, storage, buffers, first, part, ctas_per_token)
+
+    @cute.jit
+    def bring_token(
+        self, view, inputs, storage, buffers: Int32, first: Int32, part: Int32, num_parts: Int32
+    ):
+        """One warp: every `num_parts`-th slot of one token, from its source into the pool."""
+        layout = self.layout
+        lane = cute.arch.lane_idx()
+        source, token, expert, row = self.place_batch(view, inputs, storage, first, first + 1)
+        if lane % num_parts != part:
+            row = Int32(-1)
+        if cute.arch.vote_any_sync(row >= 0):
+            alive = Int32(1)
+            if const_expr(layout.num_ranks > 1):
+                if source != view.rank:
+                    arrived = view.address("arrived") + Int64(source) * 4
+                    alive = view.watch.wait_reached(
+                        arrived, view.step, Phase.ARRIVED, source, scope="sys"
+                    )
+            alive = Int32(cute.arch.vote_all_sync(alive == 1))
+            if alive == 1:
+                # Sources were written by the generic proxy and are read by bulk copies.
+                cute.arch.fence_proxy("async.global")
+                address = self.token_address(view, inputs, source, token)
+                self.load_row(storage, buffers, address, 0, lane)
+            tile = Int32(0)
+            if row >= 0:
+                tile, _ = self.tile_of(storage, expert, row)
+                index = protocol.slot_index(
+                    source, token, lane, layout.max_tokens_per_rank, layout.top_k
+                )
+                entry = int64_ptr(view.address("src_meta")) + row
+                meta = Int64(view.step) << 32 | Int64(index)
+                cute.arch.store(entry, meta, sem="relaxed", scope="gpu")
+            if alive == 1:
+                self.store_row(view, storage, buffers, row, 0)
+            self.publish(view, row, tile)
+
+    @cute.jit
+    def token_address(self, view: RankView, inputs: RankInputs, source: Int32, token: Int32):
+        """Of a token's row: own ones lie where the caller has them."""
+        address = inputs.x
+        if const_expr(self.layout.num_ranks > 1):
+            if source != view.rank:
+                address = view.peer_address(source, "x_stage")
+        return address + Int64(token) * self.row_bytes
+
+    @cute.jit
     def pull(self, view, inputs, storage, buffers: Int32, worker: Int32, num_workers: Int32):
         """One warp: this worker's rows, every `num_workers`-th, from their source into the pool.
 
-        buffers   shared memory address of NUM_ROW_BUFFERS rows, aligned to 16 bytes
         Load of a row, store of the one before and arrival of the one before that overlap.
         """
         lane = cute.arch.lane_idx()
@@ -313,6 +445,10 @@ class Dispatch:
         stored_row, stored_tile = Int32(-1), Int32(0)
         num_loaded = Int32(0)
         alive = Int32(1)
+        if const_expr(self.layout.num_ranks > 1):
+            alive = view.watch.wait_peers(
+                view.address("arrived"), self.layout.num_ranks, Phase.ARRIVED
+            )
         # Sources were written by the generic proxy and are read by bulk copies.
         cute.arch.fence_proxy("async.global")
         for base in range(worker, num_rows, num_workers * WARP_SIZE):
@@ -365,13 +501,9 @@ class Dispatch:
         tile = Int32(0)
         if own_row >= 0:
             slot_of_source = token * layout.top_k + slot
-            expert = self.local_expert(view, inputs, source, slot_of_source)
-            tile, _ = self.tile_of(storage, expert, own_row)
-        if const_expr(layout.num_ranks > 1):
-            address = view.peer_address(source, "x_stage")
-        else:
-            address = inputs.x
-        return own_row, tile, address + Int64(token) * self.row_bytes
+            loaded = self.routed_id(view, inputs, source, slot_of_source)
+            tile, _ = self.tile_of(storage, self.local_expert(view, loaded), own_row)
+        return own_row, tile, self.token_address(view, inputs, source, token)
 
     @cute.jit
     def tile_of(self, storage, expert: Int32, row: Int32):
@@ -424,38 +556,42 @@ class Dispatch:
         """Bytes of a rank's part of the region ids."""
         return Int64(rank) * (self.layout.max_tokens_per_rank * self.layout.top_k * 4)
 
-    @cute.jit
-    def local_expert(self, view: RankView, inputs: RankInputs, source: Int32, index) -> Int32:
-        """Local expert of a source's slot token * K + slot; -1 for one of another rank."""
-        if const_expr(self.layout.num_ranks > 1):
-            ids = view.address("ids") + self.ids_offset(source)
-            expert = (int32_ptr(ids) + index).load()
-        else:
-            expert = self.checked_id(view, inputs.topk_ids, index)
-        share, extra = divmod(self.num_experts, self.layout.num_ranks)
-        first = view.rank * share + cutlass.min(view.rank, Int32(extra))
-        num_local = share + Int32(view.rank < extra)
-        local = expert - first
-        if (local < 0) | (local >= num_local):
-            local = Int32(-1)
-        return local
-
     def load_id(self, topk_ids: Int64, index):
         """The caller's id in its own width."""
         dtype = Int64 if self.ids_are_int64 else Int32
         return (cute.make_ptr(dtype, topk_ids, cute.AddressSpace.gmem) + index).load()
 
+    def routed_id(self, view: RankView, inputs: RankInputs, source: Int32, index):
+        """Id of a source's slot token * K + slot: as it came, or one rank's own, unchecked."""
+        if self.layout.num_ranks == 1:
+            return self.load_id(inputs.topk_ids, index)
+        return (int32_ptr(view.address("ids") + self.ids_offset(source)) + index).load()
+
     @cute.jit
-    def checked_id(self, view: RankView, topk_ids: Int64, index) -> Int32:
-        """The caller's id, -1 where it is masked or, noted for the host, not an expert."""
-        loaded = self.load_id(topk_ids, index)
+    def known_expert(self, loaded) -> Int32:
+        """An id, -1 where it is masked or not an expert."""
         expert = Int32(-1)
         # Compared in the ids' own width: 2**32 + 1 is not expert 1.
-        if loaded >= self.num_experts:
-            self.note(view, "bad_slot", Int32(index) + 1, "bad_id", Int32(loaded))
-        elif loaded >= 0:
+        if (loaded >= 0) & (loaded < self.num_experts):
             expert = Int32(loaded)
         return expert
+
+    @cute.jit
+    def local_expert(self, view: RankView, loaded) -> Int32:
+        """Local expert of an id; -1 for none and for one of another rank."""
+        share, extra = divmod(self.num_experts, self.layout.num_ranks)
+        first = view.rank * share + cutlass.min(view.rank, Int32(extra))
+        num_local = share + Int32(view.rank < extra)
+        local = self.known_expert(loaded) - first
+        if (local < 0) | (local >= num_local):
+            local = Int32(-1)
+        return local
+
+    @cute.jit
+    def note_bad_id(self, view: RankView, index, loaded):
+        """Leave an id that is not an expert for the host."""
+        if loaded >= self.num_experts:
+            self.note(view, "bad_slot", Int32(index) + 1, "bad_id", Int32(loaded))
 
     @cute.jit
     def note(self, view, name: cutlass.Constexpr, value, other_name: cutlass.Constexpr, other):
@@ -465,5 +601,5 @@ class Dispatch:
         cute.arch.store(record + FIELDS.index(name), Int32(value), sem="release", scope="sys")
 
 
-def _increment(pointer: cute.Pointer) -> None:
-    cute.arch.atomic_add(pointer, Int32(1), sem="relaxed", scope="cta")
+def _increment(pointer: cute.Pointer) -> Int32:
+    return cute.arch.atomic_add(pointer, Int32(1), sem="relaxed", scope="cta")

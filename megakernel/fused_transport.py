@@ -6,54 +6,64 @@ import torch
 from moe_ep.comm.group import EpGroup
 from moe_ep.megakernel import workspace_memory
 from moe_ep.megakernel.compile_cache import load
+from moe_ep.megakernel.protocol import Moment
 from moe_ep.megakernel.transport_sm90 import TransportSpec, transport_build
 from moe_ep.megakernel.workspace import Workspace
+
+
+def transport_spec(
+    num_ranks: int,
+    *,
+    is_virtual: bool,
+    num_experts: int,
+    top_k: int,
+    hidden: int,
+    max_tokens_per_rank: int,
+    max_tile_width: int = 32,
+    **options: bool,
+) -> TransportSpec:
+    """Of the kernel for this geometry; `options` as in `TransportSpec`, from `ids_are_int64` on."""
+    layout = Workspace(
+        num_ranks=num_ranks,
+        num_local_experts=-(-num_experts // num_ranks),
+        top_k=top_k,
+        hidden=hidden,
+        intermediate=0,
+        max_tokens_per_rank=max_tokens_per_rank,
+        max_tile_width=max_tile_width,
+    )
+    num_launched = num_ranks if is_virtual else 1
+    return TransportSpec(
+        layout=layout, num_experts=num_experts, num_launched=num_launched, **options
+    )
 
 
 class FusedTransport:
     """The compiled kernel and its workspace, for one rank or a virtual group. Collective.
 
     ctas_per_rank   default: all SMs, divided between the virtual ranks
-    is_bounded      False removes the time-out checks
-    combines        False ends each launch after the pull
+    options         of `transport_spec`
     """
 
     def __init__(
         self,
         group: EpGroup,
         *,
-        num_experts: int,
-        top_k: int,
-        hidden: int,
-        max_tokens_per_rank: int,
-        max_tile_width: int = 32,
-        ids_are_int64: bool = False,
-        is_bounded: bool = True,
-        combines: bool = True,
         ctas_per_rank: int | None = None,
         timeout_s: float = 60.0,
+        **options: object,
     ) -> None:
-        layout = Workspace(
-            num_ranks=group.num_ranks,
-            num_local_experts=-(-num_experts // group.num_ranks),
-            top_k=top_k,
-            hidden=hidden,
-            intermediate=0,
-            max_tokens_per_rank=max_tokens_per_rank,
-            max_tile_width=max_tile_width,
-        )
-        self.memory = workspace_memory.acquire(group, layout)
-        num_launched = self.memory.num_launched
-        spec = TransportSpec(
-            layout=layout,
-            num_experts=num_experts,
-            num_launched=num_launched,
-            ids_are_int64=ids_are_int64,
-            is_bounded=is_bounded,
-            combines=combines,
-        )
+        spec = transport_spec(group.num_ranks, is_virtual=group.is_virtual, **options)
+        self.memory = workspace_memory.acquire(group, spec.layout)
+        num_launched = spec.num_launched
         num_sms = torch.cuda.get_device_properties(group.device).multi_processor_count
         self._ctas_per_rank = ctas_per_rank or num_sms // num_launched
+        # [CTAs, moments] nanoseconds of the GPU's global timer, see `protocol.Moment`
+        self.stamps = torch.zeros(
+            *(self._ctas_per_rank * num_launched, len(Moment)),
+            dtype=torch.int64,
+            device=group.device,
+        )
         self._timeout_ns = int(timeout_s * 1e9)
         self._first_rank = 0 if group.is_virtual else group.rank
         self._function = load(transport_build(spec))
@@ -84,7 +94,7 @@ class FusedTransport:
             *(tensor.data_ptr() for tensor in (x, topk_ids, topk_weights, out)),
             *(num_tokens.data_ptr(), scale.data_ptr()),
             *(self.memory.heaps.data_ptr(), self.memory.local.data_ptr()),
-            *(self.memory.post_mortem.address, self._timeout_ns),
+            *(self.memory.post_mortem.address, self._timeout_ns, self.stamps.data_ptr()),
             *(self._first_rank, self._ctas_per_rank, late_rank, int(late_s * 1e9)),
             cuda.CUstream(torch.cuda.current_stream(x.device).cuda_stream),
         )

@@ -2,8 +2,9 @@
 
 `run` executes the phases of `protocol.py` over the regions of `workspace.py` and the items of
 `schedule.py` on a `memory_model.Machine`, which checks every access, and then checks the result:
-each routed row was written once and crossed the ranks once, every output is the sum that its
-routing asks for, every counter holds what it must and the other bank is zero.
+each routed row was written once, each token that shares its CTA with others crossed the ranks once,
+every output is the sum that its routing asks for, every counter holds what it must and the other
+bank is zero.
 """
 
 from collections import Counter
@@ -168,7 +169,9 @@ class Run:
         plan = self._plan(rank, routing)
         expected = {self.counters.finished: self.setup.num_ctas}
         if self.num_ranks > 1:
-            expected[self.counters.staged] = self.setup.num_ctas
+            tokens = routing[rank]
+            own = 0 if isinstance(tokens, int) else len(tokens)
+            expected[self.counters.staged] = protocol.num_stagers(own, self.setup.num_ctas)
         for row in plan.row_of.values():
             tile = plan.tile_of(row, self.setup.workspace.max_tile_width)
             counter = self.counters.tokens_arrived + tile
@@ -204,30 +207,45 @@ class Run:
         if self.num_ranks > 1:
             yield from self._stage(rank, cta, step)
             for peer in range(self.num_ranks):
-                yield _wait_flag(rank, "arrived", peer, step, Phase.ARRIVED)
-        plan = yield from self._scan(rank, cta, step)
+                yield _wait_flag(rank, "routed", peer, step, Phase.ROUTED)
+        routing = yield from self._read_routing(rank, step)
+        plan = self._plan(rank, routing)
         yield Op("store", (rank, "plan", cta, step), (step, plan), scope="cta")
-        yield from self._pull(rank, cta, step, plan)
+        order = [protocol.source_rank(rank, i, self.num_ranks) for i in range(self.num_ranks)]
+        failed = any(isinstance(tokens, int) for tokens in routing)
+        tokens = [] if failed else [(r, t) for r in order for t in range(len(routing[r]))]
+        top_k = self.setup.workspace.top_k
+        ctas_per_token = protocol.ctas_per_token(len(tokens), self.setup.num_ctas, top_k)
+        if ctas_per_token:
+            if cta // ctas_per_token < len(tokens):
+                slots = range(cta % ctas_per_token, top_k, ctas_per_token)
+                token = tokens[cta // ctas_per_token]
+                yield from self._bring_token(rank, step, plan, *token, slots)
+        else:
+            first, end = protocol.share_bounds(len(tokens), self.setup.num_ctas, cta)
+            yield from self._place(rank, step, plan, tokens[first:end])
+            yield from self._pull(rank, cta, step, plan)
 
     def _stage(self, rank: int, cta: int, step: int) -> Program:
-        tokens = self.routings[step - 1][rank]
+        tokens, num_ctas = self.routings[step - 1][rank], self.setup.num_ctas
         is_refused = isinstance(tokens, int)
         num_tokens = 0 if is_refused else len(tokens)
-        first, end = protocol.share_bounds(num_tokens, self.setup.num_ctas, cta)
-        for token in range(first, min(end, num_tokens)):
-            yield Op("write", (rank, "x_stage", token), (step, rank, token))
-            for peer in range(self.num_ranks):
+        for peer in range(cta, self.num_ranks, num_ctas):
+            for token in range(num_tokens):
                 yield Op("write", (peer, "ids", rank, token), tuple(tokens[token]))
-        if cta == 0:
-            for peer in range(self.num_ranks):
-                value = tokens if is_refused else num_tokens
-                yield Op("write", (peer, "num_tokens", rank), value)
-        counter = (rank, "counters", protocol.bank(step), self.counters.staged)
-        if (yield Op("add", counter, 1, acquire=True)) == self.setup.num_ctas - 1:
-            for peer in range(self.num_ranks):
-                yield Op("store", (peer, "arrived", rank), step, scope="sys")
+            yield Op("write", (peer, "num_tokens", rank), tokens if is_refused else num_tokens)
+            yield Op("store", (peer, "routed", rank), step, scope="sys")
+        stager, num_stagers = num_ctas - 1 - cta, protocol.num_stagers(num_tokens, num_ctas)
+        if stager < num_stagers:
+            first, end = protocol.share_bounds(num_tokens, num_ctas, stager)
+            for token in range(first, min(end, num_tokens)):
+                yield Op("write", (rank, "x_stage", token), (step, rank, token))
+            counter = (rank, "counters", protocol.bank(step), self.counters.staged)
+            if (yield Op("add", counter, 1, acquire=True)) == num_stagers - 1:
+                for peer in range(self.num_ranks):
+                    yield Op("store", (peer, "arrived", rank), step, scope="sys")
 
-    def _scan(self, rank: int, cta: int, step: int) -> Program:
+    def _read_routing(self, rank: int, step: int) -> Program:
         routing = list(self.routings[step - 1])
         if self.num_ranks > 1:
             for source in range(self.num_ranks):
@@ -235,12 +253,12 @@ class Run:
                 routing[source] = num_tokens if num_tokens < 0 else []
                 for token in range(num_tokens):
                     routing[source].append((yield Op("read", (rank, "ids", source, token))))
-        plan = self._plan(rank, routing)
-        order = [protocol.source_rank(rank, i, self.num_ranks) for i in range(self.num_ranks)]
-        failed = any(isinstance(tokens, int) for tokens in routing)
-        tokens = [] if failed else [(r, t) for r in order for t in range(len(routing[r]))]
-        first, end = protocol.share_bounds(len(tokens), self.setup.num_ctas, cta)
-        for source, token in tokens[first:end]:
+        return routing
+
+    def _place(
+        self, rank: int, step: int, plan: Plan, tokens: Sequence[tuple[int, int]]
+    ) -> Program:
+        for source, token in tokens:
             slots = range(self.setup.workspace.top_k)
             rows = [plan.row_of.get((source, token, slot), -1) for slot in slots]
             yield Op("write", (rank, "pool_row", source, token), rows)
@@ -253,7 +271,6 @@ class Run:
                 index = self._slot_index(source, token, slot)
                 meta = step << 32 | protocol.src_meta_low(index, is_lead)
                 yield Op("store", (rank, "src_meta", row), meta, release=is_lead)
-        return plan
 
     def _slot_index(self, source: int, token: int, slot: int) -> int:
         workspace = self.setup.workspace
@@ -265,7 +282,22 @@ class Run:
         capacity, top_k = workspace.max_tokens_per_rank, workspace.top_k
         return protocol.slot_source(meta & protocol.SLOT_MASK, capacity, top_k)
 
+    def _bring_token(
+        self, rank: int, step: int, plan: Plan, source: int, token: int, slots: Sequence[int]
+    ) -> Program:
+        rows = [(plan.row_of.get((source, token, slot), -1), slot) for slot in slots]
+        rows = [(row, slot) for row, slot in rows if row >= 0]
+        for row, slot in rows:
+            meta = step << 32 | self._slot_index(source, token, slot)
+            yield Op("store", (rank, "src_meta", row), meta, release=False)
+        if rows:
+            if source != rank:
+                yield _wait_flag(rank, "arrived", source, step, Phase.ARRIVED)
+            yield from self._copy_token(rank, step, plan, source, token, [row for row, _ in rows])
+
     def _pull(self, rank: int, cta: int, step: int, plan: Plan) -> Program:
+        for peer in range(self.num_ranks if self.num_ranks > 1 else 0):
+            yield _wait_flag(rank, "arrived", peer, step, Phase.ARRIVED)
         for row in range(cta, len(plan.row_of), self.setup.num_ctas):
             location = (rank, "src_meta", row)
             meta = yield Op(
@@ -282,17 +314,21 @@ class Run:
             if source != rank:
                 rows = [r for r in (yield Op("read", (rank, "pool_row", source, token))) if r >= 0]
                 self.moved["token", rank, step, source, token] += 1
-            name = "x_stage" if self.num_ranks > 1 else "x"
-            value = (step, rank, token)
-            if self.num_ranks > 1:
-                value = yield Op("read", (source, name, token))
-            for target in rows:
-                self.moved["row", rank, step, target] += 1
-                yield Op("bulk_write", (rank, "pool", target), value)
-            yield Op("bulk_wait", (rank, "pool"))
-            for target in rows:
-                tile = plan.tile_of(target, self.setup.workspace.max_tile_width)
-                yield self._count(rank, step, self.counters.tokens_arrived + tile, 1)
+            yield from self._copy_token(rank, step, plan, source, token, rows)
+
+    def _copy_token(
+        self, rank: int, step: int, plan: Plan, source: int, token: int, rows: Sequence[int]
+    ) -> Program:
+        value = (step, rank, token)
+        if source != rank:
+            value = yield Op("read", (source, "x_stage", token))
+        for row in rows:
+            self.moved["row", rank, step, row] += 1
+            yield Op("bulk_write", (rank, "pool", row), value)
+        yield Op("bulk_wait", (rank, "pool"))
+        for row in rows:
+            tile = plan.tile_of(row, self.setup.workspace.max_tile_width)
+            yield self._count(rank, step, self.counters.tokens_arrived + tile, 1)
 
     def _count(self, rank: int, step: int, counter: int, value: int) -> Op:
         return Op("add", (rank, "counters", protocol.bank(step), counter), value)

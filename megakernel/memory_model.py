@@ -294,7 +294,7 @@ def _broken(op: Op, kind: str) -> list[Op]:
         return [Op(**other | {"kind": "peek"})]
     if kind == "double":
         return [op, op]
-    if kind == "bank" and op.location[1] in ("arrived", "drained"):
+    if kind == "bank" and op.location[1] in ("routed", "arrived", "drained"):
         return [Op(**other | {"value": op.value - 1})]
     if kind == "bank":
         rank, region, bank, *rest = op.location

@@ -3,37 +3,58 @@
 The kernels trace these functions on device integers, `interpreter.py` runs them on Python's, so
 that the protocol that is checked is the protocol that runs. One step (a launch) on each rank:
 
-    A stage    copy x to x_stage, write ids and num_tokens to every peer; count `staged`; the last
-               CTA signals arrived[rank] = step at every peer (release, system)
-    B wait     until arrived[r] >= step for all r (acquire, system)          first barrier of ranks
+    A stage    a CTA for each peer writes ids and num_tokens there and signals routed[rank] = step
+               (release, system); the CTAs that have tokens copy x to x_stage and count `staged`,
+               and the last of them signals arrived[rank] = step at every peer
+    B wait     until routed[r] >= step for all r (acquire, system)           first barrier of ranks
     C scan     every CTA counts all routes to its rank's experts and gives the slots of its own
                share of tokens their pool rows: src_meta (tagged with the step) and pool_row
-    D pull     rows in pool order, CTA by CTA: peer's x_stage -> pool; tokens_arrived[tile] += rows
+    D pull     rows in pool order, CTA by CTA: peer's x_stage -> pool; tokens_arrived[tile] += rows.
+               Tokens of a peer are read once arrived[peer] >= step, own ones where the caller has
+               them
     E items    FC1 waits for tokens_arrived[tile], FC2 for fc1_done[tile]; FC2 writes BF16 terms to
                the source rank's [token, slot]
     F drain    count `finished`; the last CTA signals drained[rank] = step at every peer; wait until
                drained[r] >= step for all r                                  second barrier of ranks
     G reduce   own tokens, in slot order
 
+Where tokens are no more than CTAs, each CTA keeps to one token instead (`ctas_per_token`): it
+places its slots and pulls them at once, without a signal in between.
+
 Two barriers are enough. x_stage, ids and num_tokens of step n + 1 are written after the writer's
 step n ended, so after every peer drained step n. Terms of n + 1 are written after their owner's
-arrived = n + 1, so after its reduction of n. With one rank A and B are empty, ids are read where
+routed = n + 1, so after its reduction of n. With one rank A and B are empty, ids are read where
 the caller has them, and F is the count alone.
 """
 
 from enum import IntEnum
 
+from moe_ep.megakernel.schedule import ceil_div, select
+
 
 class Phase(IntEnum):
     """What a bounded wait was for; the first word of its record."""
 
-    ARRIVED = 1  # peer's routing and tokens
+    ARRIVED = 1  # peer's tokens
     ROUTE = 2  # source of a pool row, from another CTA of this rank
     TOKENS = 3  # pool rows of a tile
     FC1 = 4  # hidden rows of a tile
     FINISHED = 5  # CTAs of this rank
     DRAINED = 6  # peer's terms
     COPY = 7  # a bulk copy
+    ROUTED = 8  # peer's ids and number of tokens
+
+
+class Moment(IntEnum):
+    """Time stamps of a CTA, in the order of its launch."""
+
+    STARTED = 0
+    STAGED = 1
+    ROUTED = 2
+    SCANNED = 3
+    BROUGHT = 4
+    DRAINED = 5
+    ENDED = 6
 
 
 def bank(step):
@@ -54,8 +75,30 @@ def source_rank(rank, position, num_ranks):
 
 def share_bounds(num_tokens, num_ctas, cta):
     """First and one past the last token that a CTA handles: equal shares, rounded up."""
-    share = (num_tokens + num_ctas - 1) // num_ctas
+    share = ceil_div(num_tokens, num_ctas)
     return cta * share, (cta + 1) * share
+
+
+def num_stagers(num_tokens, num_ctas):
+    """How many CTAs copy tokens to x_stage, in shares; where there are none, one still signals.
+
+    They are the last CTAs of a rank, as the first ones write ids to the peers.
+    """
+    num_staged = at_least_one(num_tokens)
+    return ceil_div(num_staged, ceil_div(num_staged, num_ctas))
+
+
+def ctas_per_token(num_tokens, num_ctas, top_k):
+    """CTAs that bring one token (counted over all ranks) into the pool; 0 where they are too few.
+
+    CTA c brings token c // n, of its slots those with slot % n == c % n.
+    """
+    num_ctas = num_ctas // at_least_one(num_tokens)
+    return select(num_ctas < top_k, num_ctas, top_k)
+
+
+def at_least_one(number):
+    return select(number == 0, 1, number)
 
 
 def slot_index(rank, token, slot, capacity, top_k):

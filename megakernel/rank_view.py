@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 
 from moe_ep.comm.device import Watch, int32_ptr, int64_ptr
 from moe_ep.megakernel import protocol
@@ -43,6 +44,7 @@ class RankView:
     local    address of its local regions
     peers    shared memory, [num_ranks] Int64: address of each rank's symmetric regions from here
     step     number of this launch, counted from 1
+    stamps   address of this CTA's time stamps, [len(Moment)] Int64, or None to take none
     """
 
     layout: Workspace
@@ -54,6 +56,15 @@ class RankView:
     peers: cute.Pointer
     step: Int32
     watch: Watch
+    stamps: Int64 | None = None
+
+    @cute.jit
+    def mark(self, moment: cutlass.Constexpr, threads: Threads):
+        """Where time stamps are asked for, and only there: the first thread notes the time."""
+        if const_expr(self.stamps is not None):
+            if threads.idx == 0:
+                now = Int64(cute.arch.globaltimer())
+                (int64_ptr(self.stamps) + int(moment)).store(now)
 
     def address(self, region: str) -> Int64:
         """Of this rank's own region."""

@@ -8,9 +8,9 @@ heap and local regions in plain memory, so that every protocol of 2, 4 or 8 rank
 second GPU. All CTAs must be resident: the launch is cooperative.
 
     warps  role       waits on                         signals
-    all    stage      -                                staged, arrived
-    all    scan       arrived of all ranks             (shared memory)
-    0      pull       src_meta of its rows             tokens_arrived
+    all    stage      -                                routed; staged, arrived
+    all    scan       routed of all ranks              (shared memory)
+    0      bring      arrived, src_meta of its rows    tokens_arrived
     1..7   scale      src_meta, tokens_arrived         -
     all    drain      drained of all ranks             finished, drained
     all    reduce     -                                -
@@ -33,7 +33,7 @@ from moe_ep.megakernel import protocol
 from moe_ep.megakernel.combine import Combine
 from moe_ep.megakernel.compile_cache import CompiledFunction, KernelBuild, compile_for_sm90
 from moe_ep.megakernel.dispatch import NUM_ROW_BUFFERS, WARP_SIZE, Dispatch
-from moe_ep.megakernel.protocol import Phase
+from moe_ep.megakernel.protocol import Moment, Phase
 from moe_ep.megakernel.rank_view import RankInputs, RankView, Threads, load_peers, load_step
 from moe_ep.megakernel.workspace import Workspace
 
@@ -50,6 +50,7 @@ class TransportSpec:
     num_launched  ranks in one launch: 1, or all of a virtual group
     is_bounded    whether waits end when the time is up
     combines      False ends the kernel after the pull: for measuring dispatch alone
+    has_stamps    whether each CTA notes when it reached each `protocol.Moment`
     """
 
     layout: Workspace
@@ -58,6 +59,7 @@ class TransportSpec:
     ids_are_int64: bool = False
     is_bounded: bool = True
     combines: bool = True
+    has_stamps: bool = False
 
 
 class TransportSm90:
@@ -82,6 +84,7 @@ class TransportSm90:
         local: Int64,
         record: Int64,
         timeout_ns: Int64,
+        stamps: Int64,
         first_rank: Int32,
         ctas_per_rank: Int32,
         late_rank: Int32,
@@ -95,6 +98,7 @@ class TransportSm90:
         heaps        [R] Int64, address of every rank's symmetric regions
         local        local regions of the first launched rank, the next `num_bytes("local")` later
         record       its post-mortem record
+        stamps       [CTAs, len(Moment)] Int64, unused without `has_stamps`
         late_rank    starts `late_ns` nanoseconds late, or if that is negative never: for tests
         """
         row_words = self.dispatch.row_bytes // 2 * NUM_ROW_BUFFERS
@@ -107,7 +111,7 @@ class TransportSm90:
         self.shared_storage = SharedStorage
         self.kernel(
             *(x, topk_ids, topk_weights, out, num_tokens, scale, heaps, local, record),
-            *(timeout_ns, first_rank, ctas_per_rank, late_rank, late_ns),
+            *(timeout_ns, stamps, first_rank, ctas_per_rank, late_rank, late_ns),
         ).launch(
             grid=[ctas_per_rank * self.spec.num_launched, 1, 1],
             block=[NUM_THREADS, 1, 1],
@@ -129,6 +133,7 @@ class TransportSm90:
         local: Int64,
         record: Int64,
         timeout_ns: Int64,
+        stamps: Int64,
         first_rank: Int32,
         ctas_per_rank: Int32,
         late_rank: Int32,
@@ -172,7 +177,9 @@ class TransportSm90:
             peers=storage.peers.data_ptr(),
             step=step,
             watch=watch,
+            stamps=stamps + Int64(cta_idx) * (len(Moment) * 8) if self.spec.has_stamps else None,
         )
+        view.mark(Moment.STARTED, threads)
         takes_part = Int32(1)
         if rank == late_rank:
             start = Int64(cute.arch.globaltimer())
@@ -192,19 +199,24 @@ class TransportSm90:
         threads.sync()
         if const_expr(self.layout.num_ranks > 1):
             self.dispatch.stage(view, inputs, threads)
+        view.mark(Moment.STAGED, threads)
         self.dispatch.wait(view, storage, threads)
+        view.mark(Moment.ROUTED, threads)
         self.dispatch.scan(view, inputs, storage, threads)
+        view.mark(Moment.SCANNED, threads)
 
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
-            self.dispatch.place(view, inputs, storage)
-            self.dispatch.pull(view, inputs, storage, buffers, view.cta, view.num_ctas)
+            self.dispatch.bring(view, inputs, storage, buffers)
+            view.mark(Moment.BROUGHT, threads)
         else:
             if const_expr(self.spec.combines):
                 self.scale_rows(view, inputs, storage, scale, warp - 1)
         self.combine.drain(view, storage, threads)
+        view.mark(Moment.DRAINED, threads)
         if const_expr(self.spec.combines):
             self.combine.reduce(view, inputs, storage, threads)
+            view.mark(Moment.ENDED, threads)
 
     @cute.jit
     def scale_rows(self, view, inputs, storage, scale: Int64, warp: Int32):
@@ -220,7 +232,8 @@ class TransportSm90:
                 index = meta & protocol.SLOT_MASK
                 capacity, top_k = self.layout.max_tokens_per_rank, self.layout.top_k
                 source, token, slot = protocol.slot_source(index, capacity, top_k)
-                expert = self.dispatch.local_expert(view, inputs, source, token * top_k + slot)
+                loaded = self.dispatch.routed_id(view, inputs, source, token * top_k + slot)
+                expert = self.dispatch.local_expert(view, loaded)
                 tile, tile_rows = self.dispatch.tile_of(storage, expert, row)
                 arrived = view.counter(self.layout.counters.tokens_arrived + tile)
                 view.watch.wait_reached(arrived, tile_rows, Phase.TOKENS, source)
@@ -245,7 +258,7 @@ class TransportSm90:
 
 
 def compile_transport(spec: TransportSpec) -> CompiledFunction:
-    addresses, sizes = [Int64(0)] * 10, [Int32(1)] * 3
+    addresses, sizes = [Int64(0)] * 11, [Int32(1)] * 3
     return compile_for_sm90(TransportSm90(spec), *addresses, *sizes, Int64(0), make_fake_stream())
 
 

@@ -6,7 +6,8 @@ that the heap holds the terms alone. Letters: R ranks, C capacity in tokens, K s
 I intermediate, P = R * C * K pool rows (every token of every rank may choose this rank).
 
     region      scope      shape          written by -> read by
-    arrived     symmetric  [R]            peer r: its ids and x_stage of this step are there
+    routed      symmetric  [R]            peer r: its ids and num_tokens of this step are there
+    arrived     symmetric  [R]            peer r: its x_stage of this step is there
     drained     symmetric  [R]            peer r: it has left everything of this step
     num_tokens  symmetric  [R]            peer r: tokens it brings, or -1 - code when it refuses
     ids         symmetric  [R, C, K]      peer r: its routing
@@ -20,8 +21,8 @@ I intermediate, P = R * C * K pool rows (every token of every rank may choose th
     pool        local      [P, H]         token rows sorted by expert
     hidden      local      [P, I]         FC1 results
 
-`arrived` and `drained` hold step numbers and only grow. Counters alternate: step n counts in bank
-n % 2 and clears the other one, which everybody left when step n - 1 ended.
+`routed`, `arrived` and `drained` hold step numbers and only grow. Counters alternate: step n counts
+in bank n % 2 and clears the other one, which everybody left when step n - 1 ended.
 """
 
 import math
@@ -32,6 +33,7 @@ from moe_ep.comm.errors import MoEEpConfigError
 
 ALIGNMENT = 128  # bytes; of every region, so that bulk copies and tensor maps may start there
 NUM_BANKS = 2
+MAX_TOP_K = 32
 
 _DTYPE_BYTES = {"int32": 4, "int64": 8, "bfloat16": 2}
 
@@ -54,7 +56,7 @@ class Region:
 class Counters:
     """Int32 counters of one bank, as first index of each.
 
-    staged          CTAs that have published their part of ids and x_stage
+    staged          CTAs that have copied their part of x_stage
     finished        CTAs that have written all their terms
     next_item       position in the list of GEMM items
     tokens_arrived  [tiles] pool rows of a token tile that are there
@@ -98,7 +100,8 @@ class Workspace:
     least_tile_width  the least `max_tile_width` among the builds that share the memory, which sizes
                     the counters; 0: this build's
     Raises `MoEEpConfigError` for values below 1, for a hidden size that is not a multiple of 8
-    (16 bytes, the unit of bulk copies) and for more slots than int32 can number.
+    (16 bytes, the unit of bulk copies), for more than 32 slots of a token (one for each lane of a
+    warp) and for more slots than int32 can number.
     """
 
     num_ranks: int
@@ -118,6 +121,8 @@ class Workspace:
                 raise MoEEpConfigError(f"{field.name} must be at least {least}, got {value}")
         if self.hidden % 8:
             raise MoEEpConfigError(f"hidden must be a multiple of 8, got {self.hidden}")
+        if self.top_k > MAX_TOP_K:
+            raise MoEEpConfigError(f"top_k must be at most {MAX_TOP_K}, got {self.top_k}")
         if self.num_pool_rows >= 2**31:
             raise MoEEpConfigError(
                 f"num_ranks * max_tokens_per_rank * top_k is {self.num_pool_rows}; "
@@ -140,6 +145,7 @@ class Workspace:
         ranks, tokens, top_k = self.num_ranks, self.max_tokens_per_rank, self.top_k
         rows, hidden = self.num_pool_rows, self.hidden
         published = (
+            Region("routed", "int32", (ranks,), "symmetric"),
             Region("arrived", "int32", (ranks,), "symmetric"),
             Region("drained", "int32", (ranks,), "symmetric"),
             Region("num_tokens", "int32", (ranks,), "symmetric"),

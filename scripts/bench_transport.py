@@ -8,9 +8,12 @@ against plain torch first. GB/s count each routed row once for the dispatch (H B
 the terms; virtual ranks share one GPU's memory, so these are no NVLink figures.
 
     bounded   waits with time-out checks; their cost is the difference to `bare`
+    moments   when the CTAs reached each `protocol.Moment`, us after the first one started: median
+              and last CTA, each the median of the repeats; a build of its own, as taking them costs
 """
 
 import argparse
+import itertools
 import json
 import statistics
 from pathlib import Path
@@ -18,7 +21,10 @@ from pathlib import Path
 import torch
 
 from moe_ep.comm.group import EpGroup
-from moe_ep.megakernel.fused_transport import FusedTransport
+from moe_ep.megakernel.compile_cache import compile_all
+from moe_ep.megakernel.fused_transport import FusedTransport, transport_spec
+from moe_ep.megakernel.protocol import Moment
+from moe_ep.megakernel.transport_sm90 import transport_build
 
 FLUSH_BYTES = 1 << 30
 LIMIT_BYTES = 100 << 30  # of one case; larger ones are left out, and said so
@@ -38,12 +44,7 @@ class Case:
         self.out = torch.empty_like(self.x)
         self.num_tokens = torch.full((num_ranks,), num_tokens, dtype=torch.int32, device="cuda")
         self.group = EpGroup.single("cuda") if num_ranks == 1 else EpGroup.virtual(num_ranks)
-        self.shape = dict(
-            num_experts=args.experts,
-            top_k=args.top_k,
-            hidden=args.hidden,
-            max_tokens_per_rank=num_tokens,
-        )
+        self.shape = geometry(num_tokens, args)
 
     def graph(self, **options) -> torch.cuda.CUDAGraph:
         self.transport = FusedTransport(self.group, timeout_s=5.0, **self.shape, **options)
@@ -83,14 +84,35 @@ def times_us(graph: torch.cuda.CUDAGraph, flush: torch.Tensor, repeats: int) -> 
     return sorted(times[3:])
 
 
-def measure(case: Case, flush: torch.Tensor, repeats: int) -> dict[str, float]:
+def moments_us(case: Case, flush: torch.Tensor, repeats: int) -> dict[str, list[float]]:
+    """Moment -> [median, last] CTA."""
+    graph = case.graph(has_stamps=True)
+    runs = []
+    for _ in range(repeats):
+        flush.sum()
+        graph.replay()
+        stamps = case.transport.stamps
+        runs.append(((stamps - stamps[:, Moment.STARTED].min()).double() / 1000).cpu())
+    case.transport.destroy()
     result = {}
-    builds = {
-        "dispatch": dict(combines=False),
-        "round": {},
-        "bare": dict(is_bounded=False),
-    }
-    for name, options in builds.items():
+    for moment in Moment:
+        spread = [(run[:, moment].median(), run[:, moment].max()) for run in runs]
+        result[moment.name.lower()] = [
+            round(float(statistics.median(column)), 1) for column in zip(*spread, strict=True)
+        ]
+    return result
+
+
+BUILDS = {
+    "dispatch": dict(combines=False),
+    "round": {},
+    "bare": dict(is_bounded=False),
+}
+
+
+def measure(case: Case, flush: torch.Tensor, repeats: int) -> dict:
+    result = {}
+    for name, options in BUILDS.items():
         graph = case.graph(**options)
         times = times_us(graph, flush, repeats)
         if name != "dispatch":
@@ -99,10 +121,35 @@ def measure(case: Case, flush: torch.Tensor, repeats: int) -> dict[str, float]:
         case.transport.destroy()
         result[f"{name}_us"] = round(statistics.median(times), 2)
         result[f"{name}_p99_us"] = round(times[int(0.99 * (len(times) - 1))], 2)
+    result["moments_us"] = moments_us(case, flush, repeats)
     row_bytes = case.ids.numel() * case.x.shape[-1] * 2
     result["dispatch_gb_s"] = round(row_bytes / result["dispatch_us"] / 1e3, 1)
     result["round_gb_s"] = round(2 * row_bytes / result["round_us"] / 1e3, 1)
     return result
+
+
+def compile_ahead(cases: list[tuple[int, int]], args: argparse.Namespace) -> None:
+    """All kernels of the run, by as many processes as there are cores."""
+    specs = [
+        transport_spec(
+            num_ranks,
+            is_virtual=num_ranks > 1,
+            **geometry(num_tokens, args),
+            **options,
+        )
+        for num_ranks, num_tokens in cases
+        for options in (*BUILDS.values(), dict(has_stamps=True))
+    ]
+    compile_all([transport_build(spec) for spec in specs])
+
+
+def geometry(num_tokens: int, args: argparse.Namespace) -> dict[str, int]:
+    return dict(
+        num_experts=args.experts,
+        top_k=args.top_k,
+        hidden=args.hidden,
+        max_tokens_per_rank=num_tokens,
+    )
 
 
 def needed_bytes(num_ranks: int, num_tokens: int, args: argparse.Namespace) -> int:
@@ -124,24 +171,29 @@ def main() -> None:
     flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.float32, device="cuda").fill_(1)
     results = []
     print(f"{torch.cuda.get_device_name()}  E {args.experts} K {args.top_k} H {args.hidden}")
-    for num_ranks in args.ranks:
-        for num_tokens in args.tokens:
-            if needed_bytes(num_ranks, num_tokens, args) > LIMIT_BYTES:
-                print(f"R {num_ranks} T {num_tokens:5d}  left out: more than {LIMIT_BYTES} bytes")
-                continue
-            case = Case(num_ranks, num_tokens, args)
-            result = dict(ranks=num_ranks, tokens=num_tokens)
-            result |= measure(case, flush, args.repeats)
-            results.append(result)
-            print(
-                f"R {num_ranks} T {num_tokens:5d}  dispatch {result['dispatch_us']:8.1f} us "
-                f"({result['dispatch_gb_s']:7.1f} GB/s)  round {result['round_us']:8.1f} us, p99 "
-                f"{result['round_p99_us']:8.1f} ({result['round_gb_s']:7.1f} GB/s)  bare "
-                f"{result['bare_us']:8.1f} us",
-                flush=True,
-            )
-            if args.json:
-                args.json.write_text(json.dumps(results, indent=1) + "\n")
+    cases = []
+    for case in itertools.product(args.ranks, args.tokens):
+        if needed_bytes(*case, args) <= LIMIT_BYTES:
+            cases.append(case)
+        else:
+            print("R {} T {:5d}  left out: more than {} bytes".format(*case, LIMIT_BYTES))
+    compile_ahead(cases, args)
+    for num_ranks, num_tokens in cases:
+        case = Case(num_ranks, num_tokens, args)
+        result = dict(ranks=num_ranks, tokens=num_tokens)
+        result |= measure(case, flush, args.repeats)
+        results.append(result)
+        print(
+            f"R {num_ranks} T {num_tokens:5d}  dispatch {result['dispatch_us']:8.1f} us "
+            f"({result['dispatch_gb_s']:7.1f} GB/s)  round {result['round_us']:8.1f} us, p99 "
+            f"{result['round_p99_us']:8.1f} ({result['round_gb_s']:7.1f} GB/s)  bare "
+            f"{result['bare_us']:8.1f} us",
+            flush=True,
+        )
+        moments = result["moments_us"].items()
+        print("   ", "  ".join(f"{name} {us[0]}/{us[1]}" for name, us in moments), flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

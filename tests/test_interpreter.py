@@ -12,7 +12,7 @@ from moe_ep.megakernel.interpreter import Routing, Setup, run
 from moe_ep.megakernel.memory_model import Fault, ProtocolError
 from moe_ep.megakernel.workspace import Workspace
 
-NUM_SEEDS = 250  # of each of the eight geometries below
+NUM_SEEDS = 120  # of each of the twelve geometries below
 
 
 def make_setup(
@@ -46,7 +46,7 @@ def random_routing(rng: random.Random, setup: Setup) -> Routing:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("num_ctas", [1, 2])
+@pytest.mark.parametrize("num_ctas", [1, 2, 5])
 def test_random_routings_and_interleavings_keep_every_promise(num_ranks, num_ctas):
     for seed in range(NUM_SEEDS):
         rng = random.Random(seed)
@@ -102,7 +102,8 @@ FAULT_SETUP = make_setup(num_ranks=2, num_ctas=2, num_experts=2, capacity=2, top
 FAULT_ROUTING = [[[0], [0]], [[0], [1]]]
 COUNTERS = FAULT_SETUP.workspace.counters
 FAULTS = {
-    "lost_arrived": Fault("drop", "arrived", "store", nth=1),
+    "lost_routed": Fault("drop", "routed", "store", nth=1),
+    "lost_arrived": Fault("drop", "arrived", "store", rank=1),
     "lost_drained": Fault("drop", "drained", "store", nth=1),
     "lost_routing_of_a_row": Fault("drop", "src_meta", "store", index=2),
     "lost_count_of_staged": Fault("drop", "counters", "add", index=COUNTERS.staged),
@@ -120,21 +121,26 @@ FAULTS = {
     "tokens_in_the_other_bank": Fault("bank", "counters", "add", index=COUNTERS.tokens_arrived),
     "fc1_in_the_other_bank": Fault("bank", "counters", "add", index=COUNTERS.fc1_done),
     "waits_for_the_other_bank": Fault("bank", "counters", "wait", index=COUNTERS.fc1_done),
-    "arrived_of_the_step_before": Fault("bank", "arrived", "store", nth=1),
+    "routed_of_the_step_before": Fault("bank", "routed", "store", nth=1),
+    "arrived_of_the_step_before": Fault("bank", "arrived", "store", rank=1),
     "drained_of_the_step_before": Fault("bank", "drained", "store", nth=1),
-    "arrived_before_its_data": Fault("early", "arrived", "store", nth=1),
+    "routed_before_its_data": Fault("early", "routed", "store", nth=1),
+    "arrived_before_its_data": Fault("early", "arrived", "store", rank=1),
     "drained_before_its_data": Fault("early", "drained", "store", nth=1),
     "row_routed_before_its_data": Fault("early", "src_meta", "store", index=2),
-    "staged_before_its_data": Fault("early", "counters", "add", index=COUNTERS.staged),
+    "staged_before_its_data": Fault("early", "counters", "add", rank=1, index=COUNTERS.staged),
     "finished_before_its_data": Fault("early", "counters", "add", index=COUNTERS.finished),
     "tokens_before_their_data": Fault("early", "counters", "add", index=COUNTERS.tokens_arrived),
     "fc1_before_its_data": Fault("early", "counters", "add", index=COUNTERS.fc1_done),
     "copy_not_made": Fault("drop", "pool", "bulk_write"),
     "copy_not_awaited": Fault("drop", "pool", "bulk_wait"),
-    "arrived_at_gpu_scope": Fault("narrow", "arrived", "store", nth=1),
+    "routed_at_gpu_scope": Fault("narrow", "routed", "store", nth=1),
+    "arrived_at_gpu_scope": Fault("narrow", "arrived", "store", rank=1),
     "drained_at_gpu_scope": Fault("narrow", "drained", "store", nth=1),
+    "routed_awaited_at_gpu_scope": Fault("narrow", "routed", "wait", index=1),
     "arrived_awaited_at_gpu_scope": Fault("narrow", "arrived", "wait", index=1),
     "drained_awaited_at_gpu_scope": Fault("narrow", "drained", "wait", index=1),
+    "routed_not_awaited": Fault("drop", "routed", "wait", index=1),
     "arrived_not_awaited": Fault("drop", "arrived", "wait", index=1),
     "drained_not_awaited": Fault("drop", "drained", "wait", rank=1, index=0),
     "tokens_not_awaited": Fault("drop", "counters", "wait", index=COUNTERS.tokens_arrived),
@@ -156,6 +162,22 @@ def test_every_fault_is_caught_within_a_few_interleavings(fault):
             run(FAULT_SETUP, [FAULT_ROUTING] * 4, seed, fault)
 
 
+# As many CTAs as tokens: no signal between placing a row and pulling it.
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("routed_not_awaited", "arrived_not_awaited", "arrived_before_its_data"),
+        *("tokens_before_their_data", "copy_not_made", "copy_not_awaited", "lost_count_of_tokens"),
+    ],
+)
+def test_faults_of_tokens_with_a_cta_each_are_caught(name):
+    setup = make_setup(num_ranks=2, num_ctas=4, num_experts=2, capacity=2, top_k=1)
+    run(setup, [FAULT_ROUTING] * 4, 0)
+    with pytest.raises(ProtocolError):
+        for seed in range(40):
+            run(setup, [FAULT_ROUTING] * 4, seed, FAULTS[name])
+
+
 def test_the_run_that_the_faults_disturb_is_right_without_them():
     for seed in range(10):
         run(FAULT_SETUP, [FAULT_ROUTING] * 4, seed)
@@ -163,8 +185,8 @@ def test_the_run_that_the_faults_disturb_is_right_without_them():
 
 def test_a_deadlock_names_phase_and_missing_rank():
     setup = make_setup(num_ranks=3, num_ctas=1, num_experts=3, capacity=1, top_k=1)
-    lost = Fault("drop", "arrived", "store", rank=2)
-    with pytest.raises(ProtocolError, match=r"phase ARRIVED for rank 2: arrived expected 1, seen"):
+    lost = Fault("drop", "routed", "store", rank=2)
+    with pytest.raises(ProtocolError, match=r"phase ROUTED for rank 2: routed expected 1, seen"):
         run(setup, [[[[0]], [[1]], [[2]]]], 0, lost)
 
 

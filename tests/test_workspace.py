@@ -84,6 +84,7 @@ def test_one_rank_stages_and_publishes_nothing():
         ({"hidden": 12}, "hidden must be a multiple of 8, got 12"),
         ({"num_ranks": 0}, "num_ranks must be at least 1, got 0"),
         ({"intermediate": -1}, "intermediate must be at least 0, got -1"),
+        ({"top_k": 33}, "top_k must be at most 32, got 33"),
         ({"max_tokens_per_rank": 2**27}, "allowed: less than 2147483648"),
     ],
 )

@@ -112,6 +112,23 @@ def shared_stage(num_ranks: int) -> Stage:
     return Stage(num_ranks)
 
 
+@pytest.fixture
+def fresh_stage():
+    """Makes stages with memory of their own, for tests that break it or look at its first steps.
+
+    Stages of one geometry share their memory, also with `shared_stage`; this one has another.
+    """
+    stages = []
+
+    def make(num_ranks: int, **options) -> Stage:
+        stages.append(Stage(num_ranks, capacity=CAPACITY + 1, **options))
+        return stages[-1]
+
+    yield make
+    for stage in stages:
+        stage.transport.destroy()
+
+
 def random_ids(stage: Stage, seed: int, masked: float = 0.1) -> torch.Tensor:
     """Repeated experts included; a tenth of the slots masked."""
     gen = torch.Generator().manual_seed(seed)
@@ -136,6 +153,7 @@ CASES = {
     "first_rank_empty": lambda s: (random_ids(s, 4), [0] + [9] * (s.num_ranks - 1)),
     "last_rank_empty": lambda s: (random_ids(s, 5), [9] * (s.num_ranks - 1) + [0]),
     "no_tokens_at_all": lambda s: (random_ids(s, 6), [0] * s.num_ranks),
+    "one_token_in_all": lambda s: (random_ids(s, 10), [0] * (s.num_ranks - 1) + [1]),
     "one_token_each": lambda s: (random_ids(s, 7), [1] * s.num_ranks),
     "all_to_one_expert": lambda s: (filled(s, 5), [s.capacity] * s.num_ranks),
     "all_to_one_rank": lambda s: (of_one_rank(s), [s.capacity] * s.num_ranks),
@@ -257,19 +275,18 @@ def test_bits_hold_beside_a_busy_stream():
         stage.run(*CASES[case](stage))
 
 
-def test_steps_may_wrap_around():
-    stage = Stage(2)
+def test_steps_may_wrap_around(fresh_stage):
+    stage = fresh_stage(2)
     last = 2**31 - 3
-    for name in ("step", "arrived", "drained"):
+    for name in ("step", "routed", "arrived", "drained"):
         stage.transport.memory.region(name).fill_(last)
     for seed in range(6):
         stage.run(random_ids(stage, seed), [20, 30])
     assert stage.transport.memory.region("step").flatten().tolist() == [last + 6 - 2**32] * 2
-    stage.transport.destroy()
 
 
-def test_both_banks_hold_what_the_last_two_steps_counted():
-    stage = Stage(2)
+def test_both_banks_hold_what_the_last_two_steps_counted(fresh_stage):
+    stage = fresh_stage(2)
     for seed in range(3):
         stage.run(random_ids(stage, seed), [20, 30])
     counters = stage.transport.memory.layout.counters
@@ -279,30 +296,28 @@ def test_both_banks_hold_what_the_last_two_steps_counted():
     arrived = used[:, counters.tokens_arrived : counters.fc1_done]
     assert int(arrived.sum()) == sum(rows)
     assert not other.any()
-    stage.transport.destroy()
 
 
 @pytest.mark.parametrize("absent_rank", [0, 1, 3])
-def test_a_rank_that_never_comes_is_named_and_the_gpu_is_usable_at_once(absent_rank):
-    stage = Stage(4, timeout_s=0.2)
+def test_a_rank_that_never_comes_is_named_and_the_gpu_is_usable_at_once(fresh_stage, absent_rank):
+    stage = fresh_stage(4, timeout_s=0.2)
     ids, num_tokens = CASES["full"](stage)
     stage.run(ids, num_tokens)
     stage.set_routing(ids, num_tokens)
     stage.launch(late_rank=absent_rank, late_s=-1)
     torch.cuda.synchronize()
-    with pytest.raises(MoEEpTimeoutError, match=f"phase arrived for rank {absent_rank}") as error:
+    with pytest.raises(MoEEpTimeoutError, match=f"phase routed for rank {absent_rank}") as error:
         stage.transport.check()
     assert error.value.ranks == (absent_rank,)
-    assert (error.value.phase, error.value.step) == ("arrived", 2)
+    assert (error.value.phase, error.value.step) == ("routed", 2)
     assert (error.value.expected, error.value.seen) == (2, 1)
     stage.transport.destroy()
-    again = Stage(4, timeout_s=0.2)
+    again = fresh_stage(4, timeout_s=0.2)
     again.run(ids, num_tokens)
-    again.transport.destroy()
 
 
-def test_a_refusing_rank_is_named_to_all_and_the_next_call_works():
-    stage = Stage(4)
+def test_a_refusing_rank_is_named_to_all_and_the_next_call_works(fresh_stage):
+    stage = fresh_stage(4)
     ids, num_tokens = CASES["full"](stage)
     stage.set_routing(ids, [5, -3, 5, 5])
     out = stage.launch()
@@ -311,13 +326,12 @@ def test_a_refusing_rank_is_named_to_all_and_the_next_call_works():
     with pytest.raises(MoEEpConfigError, match=r"rank 1 refused its input \(code 2\)"):
         stage.transport.check()
     stage.run(ids, num_tokens)
-    stage.transport.destroy()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
-def test_an_id_that_is_no_expert_is_masked_and_named_later(num_ranks, ids_dtype):
-    stage = Stage(num_ranks, ids_dtype=ids_dtype)
+def test_an_id_that_is_no_expert_is_masked_and_named_later(fresh_stage, num_ranks, ids_dtype):
+    stage = fresh_stage(num_ranks, ids_dtype=ids_dtype)
     ids = random_ids(stage, 1)
     ids[-1, 2, 3] = NUM_EXPERTS
     num_tokens = [5] * num_ranks
@@ -326,7 +340,6 @@ def test_an_id_that_is_no_expert_is_masked_and_named_later(num_ranks, ids_dtype)
     with pytest.raises(MoEEpConfigError, match=rf"topk_ids\[2, 3\] was {NUM_EXPERTS} in an"):
         stage.transport.check()
     stage.run(random_ids(stage, 2), num_tokens)
-    stage.transport.destroy()
 
 
 def test_transports_of_one_geometry_share_a_workspace_in_turn():
