@@ -7,6 +7,11 @@
 The header goes from every rank to every rank, also from one whose caller gave bad input: all see
 the same statuses, so all raise or none does, and the next call starts in step. Letters as in
 `comm/transport.py`.
+
+A lost rank: gloo fails the exchange (a death at once, silence after the time-out). NCCL fails
+nothing, so the host looks at the clock itself, and the caller has `_WATCHDOG_S` seconds between
+`MoEEpTimeoutError` and torch's NCCL watchdog, which ends the process while the exchange is pending
+(TORCH_NCCL_ASYNC_ERROR_HANDLING says how).
 """
 
 import time
@@ -26,6 +31,7 @@ _CALL_BITS = 32
 _REFUSAL_BYTES = 1024
 # How often a waiting rank looks whether another one has given up.
 _SLICE = timedelta(seconds=1)
+_WATCHDOG_S = 30.0
 # What the NCCL wait sleeps between two looks at its event.
 _NAP_S = 20e-6
 
@@ -82,7 +88,9 @@ class TorchTransport:
         self._owner_E = owner_E
         self._options = dist.AllToAllOptions()
         # Also what a gloo thread waits for a lost peer, hence what leaving the process may take.
-        self._options.timeout = timedelta(seconds=timeout_s)
+        slack_s = 0.0 if group.backend == "gloo" else _WATCHDOG_S
+        self._options.timeout = timedelta(seconds=timeout_s + slack_s)
+        self._timeout_s = timeout_s
         self._step = -1
 
     def dispatch(self, outgoing: Outgoing | None, refusal: str | None = None) -> Received:
@@ -275,12 +283,12 @@ class TorchTransport:
     def _wait_for_event(self, work: dist.Work) -> None:
         """For NCCL, whose wait(timeout) aborts the communicator, and whose wait() only orders the
         stream. The host waits for every exchange: the counts are host integers in any case."""
-        deadline = time.monotonic() + self._options.timeout.total_seconds()
+        deadline = time.monotonic() + self._timeout_s
         next_look = time.monotonic() + _SLICE.total_seconds()
         while not work.is_completed():
             now = time.monotonic()
             if now > deadline:
-                raise TimeoutError(f"timed out after {self._options.timeout}")
+                raise TimeoutError(f"timed out after {self._timeout_s:g} s")
             if now > next_look:
                 self._check_the_others()
                 next_look = now + _SLICE.total_seconds()

@@ -285,8 +285,6 @@ def lose_rank_one(rank: int, num_ranks: int, how: str, pid_file: str) -> dict | 
         os.kill(os.getpid(), signal.SIGSTOP)  # until rank 0 has seen enough
     if rank == 1 and how == "absent":
         return None  # leaves without destroy()
-    if rank == 1 and how == "out of memory":
-        layer._backend._kernel = lambda *_: (_ for _ in ()).throw(MemoryError("no memory left"))
     start = time.monotonic()
     first = outcome_of_any(lambda: layer(good_inputs()))
     seconds = time.monotonic() - start
@@ -320,13 +318,33 @@ def test_a_rank_that_goes_missing_is_named(how, tmp_path):
     assert isinstance(seen["second"], MoEEpStateError)
 
 
-def test_a_rank_that_fails_by_itself_tells_the_others_why(tmp_path):
-    seen = spawn.run(lose_rank_one, 2, "out of memory", str(tmp_path / "pid"))
-    assert isinstance(seen[1]["first"], MemoryError)
-    assert isinstance(seen[0]["first"], MoEEpTransportError)
-    assert "rank 1, MemoryError: no memory left" in str(seen[0]["first"])
-    for rank in seen:
-        assert isinstance(rank["second"], MoEEpStateError)
+def fail_on_rank_one(rank: int, num_ranks: int) -> dict[str, tuple[Exception, Exception]]:
+    """Rank 1 runs out of memory in a call, then, with a new layer, in warm-up."""
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no memory left")
+
+    called, warmed = make_layer(rank, num_ranks), make_layer(rank, num_ranks)
+    if rank == 1:
+        called._backend.forward = fail
+        warmed._backend.warmup = fail
+    return {
+        "call": (
+            outcome_of_any(lambda: called(good_inputs())),
+            outcome_of_any(lambda: called(good_inputs())),
+        ),
+        "warm-up": (outcome_of_any(warmed.warmup), outcome_of_any(warmed.warmup)),
+    }
+
+
+def test_a_rank_that_fails_by_itself_tells_the_others_why_long_before_the_time_out():
+    on_rank_0, on_rank_1 = spawn.run(fail_on_rank_one, 2, timeout_s=55.0)
+    for when in ("call", "warm-up"):
+        assert isinstance(on_rank_1[when][0], MemoryError)
+        assert isinstance(on_rank_0[when][0], MoEEpTransportError)
+        assert "rank 1, MemoryError: no memory left" in str(on_rank_0[when][0])
+        assert isinstance(on_rank_0[when][1], MoEEpStateError)
+        assert isinstance(on_rank_1[when][1], MoEEpStateError)
 
 
 def test_a_lost_store_names_the_rank_that_holds_it():
