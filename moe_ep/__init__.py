@@ -13,6 +13,7 @@ _HOME = {
     "MoEShape": "moe_ep.megakernel.problem",
     "MoEWeights": "moe_ep.weights",
     "SplitConfig": "moe_ep.config",
+    "load": "moe_ep.checkpoint",
     "supports": "moe_ep.backends",
 }
 __all__ = sorted(_HOME)
