@@ -4,6 +4,7 @@ The kernel is `mega_moe_sm90.py`; this module needs CuTe DSL only when it compil
 """
 
 import functools
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -12,6 +13,7 @@ import torch
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.comm.group import EpGroup
 from moe_ep.megakernel import workspace_memory
+from moe_ep.megakernel.bound_call import BoundCall, address, int32
 from moe_ep.megakernel.compile_cache import KernelBuild, compile_all, load
 from moe_ep.megakernel.formats import TILE_COLS, TILE_FORMATS, PreparedWeights
 from moe_ep.megakernel.grouped_gemm import GemmSpec
@@ -19,7 +21,9 @@ from moe_ep.megakernel.knobs import BF16_BYTES, KNOB_TABLE, MAX_SMEM_BYTES, Kern
 from moe_ep.megakernel.problem import Activation, MoEShape
 from moe_ep.megakernel.workspace import Workspace
 
-NUM_ROW_BUFFERS = 2  # of the pull, a token row each
+NUM_ROW_BUFFERS = 2  # of dispatch, a token row each
+# Argument sets kept ready, one for each build and set of weights.
+MAX_CALLS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,20 +92,32 @@ class MegaSpec:
         return self.knobs.max_tile_width * TILE_COLS * BF16_BYTES
 
     @property
+    def row_buffer_bytes(self) -> int:
+        """Of dispatch."""
+        return NUM_ROW_BUFFERS * self.layout.hidden * BF16_BYTES
+
+    @property
     def lends_weights(self) -> bool:
-        """Whether the pull's row buffers lie in the ring's weights or in its tokens."""
+        """Whether lent row buffers lie in the ring's weights or in its tokens."""
         return self.stage_weight_bytes >= self.stage_token_bytes
 
     @property
     def num_lent_stages(self) -> int:
-        needed = NUM_ROW_BUFFERS * self.layout.hidden * BF16_BYTES
-        return -(-needed // max(self.stage_weight_bytes, self.stage_token_bytes))
+        """Ring stages that hold the row buffers until dispatch ends; 0 where both fit."""
+        if self._ring_and_scan_bytes + self.row_buffer_bytes <= MAX_SMEM_BYTES:
+            return 0
+        return -(-self.row_buffer_bytes // max(self.stage_weight_bytes, self.stage_token_bytes))
 
     @property
     def smem_bytes(self) -> int:
-        """Ring, what the scan finds (six words an expert), peers, barriers and alignment."""
+        own_buffer_bytes = 0 if self.num_lent_stages else self.row_buffer_bytes
+        return self._ring_and_scan_bytes + own_buffer_bytes
+
+    @property
+    def _ring_and_scan_bytes(self) -> int:
+        """Ring, what the scan finds (eight words an expert), peers, barriers and alignment."""
         stage_bytes = self.stage_weight_bytes + self.stage_token_bytes
-        scan_bytes = 24 * self.layout.num_local_experts + 16 * self.layout.num_ranks
+        scan_bytes = 32 * self.layout.num_local_experts + 16 * self.layout.num_ranks
         return self.knobs.stages * stage_bytes + scan_bytes + 1536
 
     def kernel_build(self) -> KernelBuild:
@@ -125,23 +141,26 @@ class Bucket:
 def make_buckets(
     weights_format: str, shape: MoEShape, max_tokens_per_rank: int, num_ranks: int
 ) -> tuple[Bucket, ...]:
-    """The builds of the knob table that a capacity can need, by ascending tokens.
-
-    A row's limit is in pool rows of an expert: num_ranks * tokens * K / E where routing is even.
-    """
+    """The builds of the knob table that a capacity can need, by ascending tokens."""
     buckets = []
     for row in KNOB_TABLE:
         if weights_format not in row.formats:
             continue
-        limit = row.max_rows * shape.num_experts / (num_ranks * shape.top_k)
-        max_tokens = max_tokens_per_rank
-        if limit < max_tokens_per_rank:
-            max_tokens = int(limit)
+        limit = usual_rows(row.max_rows) * shape.num_experts / (num_ranks * shape.top_k)
+        max_tokens = int(min(limit, max_tokens_per_rank))
         if max_tokens:
             buckets.append(Bucket(max_tokens, row.knobs))
         if limit >= max_tokens_per_rank:
             break
     return tuple(buckets)
+
+
+def usual_rows(max_rows: float) -> float:
+    """Mean rows per expert for which an expert usually has at most `max_rows`: one tile, so that
+    its weights are read and decoded once. Routed at random, rows scatter by about the root of the
+    mean m; m + 1.5 sqrt(m) covers nine experts in ten.
+    """
+    return ((math.sqrt(2.25 + 4 * max_rows) - 1.5) / 2) ** 2
 
 
 class MegaMoE:
@@ -198,14 +217,18 @@ class MegaMoE:
             is_bounded=is_bounded,
         )
         self._layout = layout
-        self._kernel = functools.cache(self._choose)
-        for build in self.kernel_builds():
-            assert build  # raises where it does not fit, before anything is allocated
+        self._call = functools.lru_cache(MAX_CALLS)(self._bind)
+        self.kernel_builds()  # raises where one does not fit, before anything is allocated
         self.memory = workspace_memory.acquire(group, layout)
         num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._ctas_per_rank = min(num_sms, max_sms or num_sms) // self.memory.num_launched
         self._first_rank = 0 if group.is_virtual else group.rank
         self._timeout_ns = int(timeout_s * 1e9)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the workspace of one rank; layers of one geometry share it."""
+        return sum(self._layout.num_bytes(scope) for scope in ("symmetric", "local"))
 
     def spec(self, knobs: KernelKnobs, ids_are_int64: bool) -> MegaSpec:
         layout = replace(self._layout, max_tile_width=knobs.max_tile_width)
@@ -251,24 +274,35 @@ class MegaMoE:
         late_rank     virtual rank that starts `late_s` late, or if that is negative never: for
                       tests
         """
-        counts = 0 if num_tokens is None else num_tokens.data_ptr()
-        bias13, bias2 = (0 if b is None else b.data_ptr() for b in (weights.b13, weights.b2))
+        call = self._call(
+            max_tokens,
+            topk_ids.dtype == torch.int64,
+            *(weights.w13.data_ptr(), weights.w13_alpha.data_ptr(), _address(weights.b13)),
+            *(weights.w2.data_ptr(), weights.w2_alpha.data_ptr(), _address(weights.b2)),
+        )
         stream = torch.cuda.current_stream(self.device)
         self.memory.enter(stream)
-        self._kernel(max_tokens, topk_ids.dtype == torch.int64)(
-            *(x.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr(), out.data_ptr()),
-            *(counts, weights.w13.data_ptr(), weights.w13_alpha.data_ptr(), bias13),
-            *(weights.w2.data_ptr(), weights.w2_alpha.data_ptr(), bias2),
-            *(self.memory.heaps.data_ptr(), self.memory.local.data_ptr()),
-            *(self.memory.post_mortem.address, self._timeout_ns, int(late_s * 1e9)),
-            *(len(x), late_rank, self._first_rank, self._ctas_per_rank, 0),
-            _stream(stream.cuda_stream),
-        )
+        call.x.value, call.topk_ids.value = x.data_ptr(), topk_ids.data_ptr()
+        call.topk_weights.value, call.out.value = topk_weights.data_ptr(), out.data_ptr()
+        call.num_tokens.value, call.token_counts.value = len(x), _address(num_tokens)
+        call.late_rank.value, call.late_ns.value = late_rank, int(late_s * 1e9)
+        call.stream.value = stream.cuda_stream
+        call.launch()
 
-    def _choose(self, max_tokens: int | None, ids_are_int64: bool):
+    def _bind(self, max_tokens: int | None, ids_are_int64: bool, *weights: int) -> "Call":
+        """The build for a bound on tokens, with everything that stays from call to call."""
         fits = (b for b in self.buckets if max_tokens is not None and max_tokens <= b.max_tokens)
         bucket = next(fits, self.buckets[-1])
-        return load(self.spec(bucket.knobs, ids_are_int64).kernel_build())
+        return Call(
+            load(self.spec(bucket.knobs, ids_are_int64).kernel_build()),
+            weights=weights,
+            heaps=self.memory.heaps.data_ptr(),
+            local=self.memory.local.data_ptr(),
+            record=self.memory.post_mortem.address,
+            timeout_ns=self._timeout_ns,
+            first_rank=self._first_rank,
+            ctas_per_rank=self._ctas_per_rank,
+        )
 
     def check(self) -> None:
         """Raise what earlier launches have found, see `WorkspaceMemory.check`; does not wait."""
@@ -279,8 +313,35 @@ class MegaMoE:
         workspace_memory.release(self.memory)
 
 
-@functools.cache
-def _stream(handle: int):
-    import cuda.bindings.driver as cuda
+class Call:
+    """A build's launch: the arguments that change, as cells, and those that stay."""
 
-    return cuda.CUstream(handle)
+    def __init__(
+        self,
+        function,
+        *,
+        weights: tuple[int, ...],
+        heaps: int,
+        local: int,
+        record: int,
+        timeout_ns: int,
+        first_rank: int,
+        ctas_per_rank: int,
+    ) -> None:
+        self.x, self.topk_ids, self.topk_weights, self.out = (address() for _ in range(4))
+        self.token_counts, self.late_ns, self.stream = address(), address(), address()
+        self.num_tokens, self.late_rank = int32(), int32()
+        self.launch = BoundCall(
+            function,
+            [
+                *(self.x, self.topk_ids, self.topk_weights, self.out, self.token_counts),
+                *map(address, (*weights, heaps, local, record, timeout_ns)),
+                *(self.late_ns, self.num_tokens, self.late_rank),
+                *map(int32, (first_rank, ctas_per_rank, 0)),
+                self.stream,
+            ],
+        )
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

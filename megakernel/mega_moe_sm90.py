@@ -8,12 +8,12 @@ p runs over the pool, one row for each slot of any rank whose expert e is here, 
 step follows `protocol.py` (phases A to G), the order of work is `schedule.fused_items`.
 
 role      warps       registers  waits on                           signals
-all       20          launch     arrived (peers)                    staged, arrived
+all       20          launch     routed (peers)                     routed, staged, arrived
 weights   0           producer   ring empty, record empty           ring full, record full
 tokens    1           producer   record full, tokens_arrived or     ring full, record empty
                                  fc1_done, ring empty
-dispatch  2           producer   src_meta (route), bulk copies      src_meta, tokens_arrived,
-                                                                    lent stages empty, NAME_PULLED
+dispatch  2           producer   arrived (peers), src_meta,         src_meta, tokens_arrived,
+                                 bulk copies                        lent stages empty, NAME_BROUGHT
 -         3           producer
 math      4 a group   math       ring full, record full;            ring empty, record empty,
                                  at the end finished, drained       fc1_done; finished, drained
@@ -28,8 +28,9 @@ tokens_arrived  dispatch -> tokens          rows of the tile    next step       
 fc1_done        math -> tokens              slices * warps      next step       one a token tile
 
 shared memory   barriers; item records; `DispatchStorage`; ring tokens [stages][width][128] BF16;
-                ring weights [stages][slices][warpgroups][tile]. The row buffers of the pull lie in
-                the ring's last stages, whose empty barriers open when this CTA's pull has ended.
+                ring weights [stages][slices][warpgroups][tile]; row buffers of dispatch. Where
+                these do not fit they lie in the ring's last stages, whose empty barriers open when
+                this CTA has brought its rows.
 
 A rank that is given up (time-out) goes on to its end without waiting: every ring fills and drains,
 what it computes stays where its own buffers are, and nothing is signalled.
@@ -59,7 +60,7 @@ from moe_ep.megakernel.rank_view import RankInputs, RankView, Threads, load_peer
 WEIGHTS_WARP, TOKENS_WARP, DISPATCH_WARP = 0, 1, 2
 WARPS_PER_WARPGROUP = 4
 # Named barriers; 0 is that of the whole CTA.
-NAME_MATH, NAME_PULLED = 1, 2
+NAME_MATH, NAME_BROUGHT = 1, 2
 # Words of an item record in shared memory, and their number. GEMM: 0 = FC1, 1 = FC2.
 EXPERT, GEMM, FIRST_SLICE, NUM_SLICES, FIRST_ROW, NUM_ROWS, TILE = range(7)
 RECORD_WORDS = 8
@@ -137,6 +138,7 @@ class MegaMoESm90:
         (pool_small, pool_small_rows), (pool_wide, pool_wide_rows) = copies[0]
         (hidden_small, hidden_small_rows), (hidden_wide, hidden_wide_rows) = copies[1]
         stages = self.knobs.stages
+        own_buffer_bytes = 16 if self.spec.num_lent_stages else self.spec.row_buffer_bytes
 
         @cute.struct
         class SharedStorage:
@@ -150,6 +152,7 @@ class MegaMoESm90:
             weights: cute.struct.Align[
                 cute.struct.MemRange[Uint32, stages * self.mainloop.stage_words], 128
             ]
+            rows: cute.struct.Align[cute.struct.MemRange[Uint32, own_buffer_bytes // 4], 128]
 
         self.storage = SharedStorage
         self.kernel(
@@ -306,7 +309,7 @@ class MegaMoESm90:
                     *(warpgroup_idx - 1, thread_idx % THREADS_PER_WARPGROUP),
                 )
                 cute.arch.barrier(
-                    barrier_id=NAME_PULLED, number_of_threads=self.num_math_threads + WARP_SIZE
+                    barrier_id=NAME_BROUGHT, number_of_threads=self.num_math_threads + WARP_SIZE
                 )
                 threads = Threads(
                     thread_idx - THREADS_PER_WARPGROUP, self.num_math_threads, NAME_MATH
@@ -496,20 +499,20 @@ class MegaMoESm90:
 
     @cute.jit
     def dispatch_role(self, view, inputs, shared, bars):
-        """Dispatch warp: routes this CTA's tokens, pulls its pool rows, gives the stages back."""
-        self.dispatch.place(view, inputs, shared.dispatch)
-        buffers = self.row_buffers(shared)
-        self.dispatch.pull(view, inputs, shared.dispatch, buffers, view.cta, view.num_ctas)
+        """Dispatch warp: this CTA's part in filling the pool; then gives lent stages back."""
+        self.dispatch.bring(view, inputs, shared.dispatch, self.row_buffers(shared))
         if cute.arch.lane_idx() < self.num_math_warps:
             for i in cutlass.range_constexpr(self.spec.num_lent_stages):
                 cute.arch.mbarrier_arrive(bars + 2 * self.knobs.stages - 1 - i)
         # A rank counts as drained when nobody reads its routing any more.
         cute.arch.barrier_arrive(
-            barrier_id=NAME_PULLED, number_of_threads=self.num_math_threads + WARP_SIZE
+            barrier_id=NAME_BROUGHT, number_of_threads=self.num_math_threads + WARP_SIZE
         )
 
     def row_buffers(self, shared) -> Int32:
-        """Shared memory address of the lent stages, in the ring's weights or in its tokens."""
+        """Shared memory address: their own, or lent stages of the ring's weights or tokens."""
+        if self.spec.num_lent_stages == 0:
+            return shared.rows.data_ptr().toint()
         first = self.knobs.stages - self.spec.num_lent_stages
         if self.spec.lends_weights:
             return shared.weights.data_ptr().toint() + first * self.spec.stage_weight_bytes

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import track
 
 from moe_ep.comm.group import EpGroup
+from moe_ep.megakernel.compile_cache import compile_all
 from moe_ep.megakernel.formats import prepare
 from moe_ep.megakernel.knobs import KernelKnobs, choose_knobs
 from moe_ep.megakernel.mega_moe import MegaMoE
@@ -42,18 +43,20 @@ class Problem:
         self.weights = random_weights(name, hidden, intermediate, args.experts)
         self.prepared = prepare(self.weights)
 
-    def measure(self, num_tokens: int, is_skewed: bool) -> dict:
-        knobs = knobs_of(self.name, num_tokens, self.args)
-        mega = MegaMoE(
+    def layer(self, num_tokens: int) -> MegaMoE:
+        """Of that capacity, with the build that its rows per expert take."""
+        return MegaMoE(
             EpGroup.single("cuda"),
             self.shape,
             self.name,
             max_tokens_per_rank=num_tokens,
-            knobs=knobs,
+            knobs=knobs_of(self.name, num_tokens, self.args),
             max_sms=self.args.max_sms,
             timeout_s=5.0,
         )
-        mega.warmup()
+
+    def measure(self, num_tokens: int, is_skewed: bool) -> dict:
+        mega = self.layer(num_tokens)
         ids = self.routing(num_tokens, is_skewed)
         gen = torch.Generator("cuda").manual_seed(num_tokens)
         x = torch.randn(num_tokens, self.shape.hidden, generator=gen, device="cuda").bfloat16()
@@ -85,7 +88,7 @@ class Problem:
             "tflop_s": flops / times["median"] / 1e6,
             "term_error": error,
             "host_us": host_us(launch),
-            "knobs": repr(knobs),
+            "knobs": repr(mega.buckets[0].knobs),
         }
         mega.destroy()
         return result
@@ -157,6 +160,8 @@ def main() -> None:
     for geometry in args.shape.split(","):
         for name in args.format.split(","):
             problem = Problem(name, geometry, args)
+            layers = [problem.layer(n) for n in {n for n, _ in cases}]
+            compile_all([layer.kernel_builds()[0] for layer in layers])
             for num_tokens, is_skewed in track(cases, name, console=Console(stderr=True)):
                 result = problem.measure(num_tokens, is_skewed)
                 results.append(result)
@@ -169,6 +174,8 @@ def main() -> None:
                     f"{result['term_error']:.5f}",
                     flush=True,
                 )
+            for layer in layers:
+                layer.destroy()
             del problem
     if args.out:
         record = {"device": device, "read_tb_s": rate, "commit": args.commit}
