@@ -251,23 +251,37 @@ class Dispatch:
                 index = base + i * team.num_threads
                 expert = self.local_expert(view, loaded[i])
                 if (expert >= 0) & (index < num_slots):
-                    _increment(storage.rows.data_ptr() + expert)
+                    _add(storage.rows.data_ptr() + expert, Int32(1))
                     if index < own_slot:
-                        _increment(storage.before.data_ptr() + expert)
+                        _add(storage.before.data_ptr() + expert, Int32(1))
 
     @cute.jit
     def list_used_experts(self, storage, threads: Threads):
         """Keys of the experts with rows, in any order; a larger key is an earlier place. The
         others follow them, in any order."""
         experts = self.layout.num_local_experts
-        for expert in range(threads.idx, experts, threads.num_threads):
-            rows = (storage.rows.data_ptr() + expert).load()
+        lane = cute.arch.lane_idx()
+        below = cute.arch.lanemask_lt()
+        for base in range(threads.idx - lane, experts, threads.num_threads):
+            expert = base + lane
+            rows = Int32(-1)
+            if expert < experts:
+                rows = (storage.rows.data_ptr() + expert).load()
+            used = cute.arch.vote_ballot_sync(rows > 0)
+            unused = cute.arch.vote_ballot_sync(rows == 0)
+            first_used, first_unused = Int32(0), Int32(0)
+            if lane == 0:
+                num_used = storage.num_used.data_ptr()
+                first_used = _add(num_used, Int32(cute.arch.popc(used)))
+                first_unused = _add(num_used + 1, Int32(cute.arch.popc(unused)))
+            first_used = cute.arch.shuffle_sync(first_used, 0)
+            first_unused = cute.arch.shuffle_sync(first_unused, 0)
             if rows > 0:
-                place = _increment(storage.num_used.data_ptr())
-                (storage.keys.data_ptr() + place).store(Int64(rows) << 32 | Int64(NO_ROW - expert))
-            else:
-                place = experts - 1 - _increment(storage.num_used.data_ptr() + 1)
-                (storage.order.data_ptr() + place).store(Int32(expert))
+                i = first_used + Int32(cute.arch.popc(used & below))
+                (storage.keys.data_ptr() + i).store(Int64(rows) << 32 | Int64(NO_ROW - expert))
+            if rows == 0:
+                i = experts - 1 - first_unused - Int32(cute.arch.popc(unused & below))
+                (storage.order.data_ptr() + i).store(expert)
 
     @cute.jit
     def sort_experts(self, storage, threads: Threads):
@@ -285,11 +299,13 @@ class Dispatch:
             place, first_row, first_tile = Int32(0), Int32(0), Int32(0)
             for other in cutlass.range(num_used, unroll=8):
                 theirs = (storage.keys.data_ptr() + other).load()
-                if theirs > mine:
-                    rows = Int32(theirs >> 32)
-                    place += 1
-                    first_row += rows
-                    first_tile += schedule.num_token_tiles(rows, width)
+                # No branch, so that the loads of several experts are in flight; unsigned, so that
+                # the division by a power of two is a shift.
+                is_before = Int32(theirs > mine)
+                rows = Uint32(Int32(theirs >> 32) * is_before)
+                place += is_before
+                first_row += Int32(rows)
+                first_tile += Int32(schedule.num_token_tiles(rows, width))
             if i < num_used:
                 (storage.order.data_ptr() + place).store(expert)
                 if place == num_used - 1:
@@ -601,5 +617,6 @@ class Dispatch:
         cute.arch.store(record + FIELDS.index(name), Int32(value), sem="release", scope="sys")
 
 
-def _increment(pointer: cute.Pointer) -> Int32:
-    return cute.arch.atomic_add(pointer, Int32(1), sem="relaxed", scope="cta")
+def _add(pointer: cute.Pointer, value: Int32) -> Int32:
+    """To a number in shared memory; what stood there before."""
+    return cute.arch.atomic_add(pointer, value, sem="relaxed", scope="cta")
