@@ -19,6 +19,8 @@ from cutlass import Int32, Int64, Uint32, const_expr
 from moe_ep.comm.post_mortem import FIELDS
 
 WARP_SIZE = 32
+# Looks at a flag for one at the clock and the abort word, which takes as long as a look.
+LOOKS_PER_CHECK = 16
 
 
 def int32_ptr(address: Int64) -> cute.Pointer:
@@ -117,9 +119,11 @@ class Watch:
         seen = cute.arch.load(flag, Int32, sem="acquire", scope=scope)
         if is_before(seen, expected):
             start = Int64(cute.arch.globaltimer())
+            num_looks = Int32(0)
             while is_before(seen, expected) & (alive == 1):
                 seen = cute.arch.load(flag, Int32, sem="acquire", scope=scope)
-                if is_before(seen, expected):
+                num_looks += 1
+                if is_before(seen, expected) & (num_looks % LOOKS_PER_CHECK == 0):
                     alive = self.keep_waiting(start, phase, peer, expected, seen)
         return alive
 
@@ -135,9 +139,11 @@ class Watch:
         seen = cute.arch.load(entry, Int64, sem="acquire", scope="gpu")
         if Int32(seen >> 32) != tag:
             start = Int64(cute.arch.globaltimer())
+            num_looks = Int32(0)
             while (Int32(seen >> 32) != tag) & (alive == 1):
                 seen = cute.arch.load(entry, Int64, sem="acquire", scope="gpu")
-                if Int32(seen >> 32) != tag:
+                num_looks += 1
+                if (Int32(seen >> 32) != tag) & (num_looks % LOOKS_PER_CHECK == 0):
                     alive = self.keep_waiting(start, phase, peer, tag, Int32(seen >> 32))
         if alive == 1:
             low = Int32(seen)
