@@ -10,4 +10,7 @@ echo "==> ruff check"
 echo "==> ruff format --check"
 "$PYTHON" -m ruff format --check .
 echo "==> pytest (CPU and compile rings; GPU rings where there are GPUs)"
-"$PYTHON" -m pytest -q "$@"
+# Two processes: most tests compute on one thread. GPU tests take the whole device, one at a time.
+workers=2
+nvidia-smi -L >/dev/null 2>&1 && workers=0
+"$PYTHON" -m pytest -q -n "$workers" --dist loadfile "$@"

@@ -1,6 +1,8 @@
 """Rings of tests: what a machine cannot run is skipped with the reason."""
 
 import importlib.util
+import logging
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -24,3 +26,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         reason = _missing(item)
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _reset_logger() -> None:
+    logger = logging.getLogger("moe_ep")
+    logger.handlers[:] = []
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True
+
+
+@pytest.fixture(autouse=True)
+def clean_logger() -> Iterator[None]:
+    """Commands that a test runs in this process set up logging for a whole program."""
+    _reset_logger()
+    yield
+    _reset_logger()

@@ -1,9 +1,8 @@
 """launch/bootstrap.py and log.py: environments, devices, groups, teardown."""
 
-import logging
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,13 +22,9 @@ TORCHRUN = {
 
 
 @pytest.fixture(autouse=True)
-def bare_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*TORCHRUN, "MOE_EP_LOG"):
         monkeypatch.delenv(name, raising=False)
-    logger = logging.getLogger("moe_ep")
-    before = logger.handlers[:], logger.level, logger.propagate
-    yield
-    logger.handlers[:], logger.level, logger.propagate = before
 
 
 def test_plain_python_is_one_rank_without_a_process_group() -> None:
