@@ -25,7 +25,7 @@ from moe_ep.grouped_memory import (
 from moe_ep.inputs import MoEInputs
 from moe_ep.megakernel.combine_sm90 import Combine, CombineConfig, combine_build
 from moe_ep.megakernel.compile_cache import KernelBuild, compile_all
-from moe_ep.megakernel.formats import prepare
+from moe_ep.megakernel.formats import PreparedWeights, prepare
 from moe_ep.megakernel.grouped_gemm import GroupedGemm
 from moe_ep.megakernel.knobs import KNOB_TABLE, KernelKnobs
 from moe_ep.megakernel.permute_sm90 import Permute, PermuteConfig, permute_build
@@ -63,7 +63,7 @@ class GroupedExperts:
             raise MoEEpConfigError(
                 f"prepared weights need {num_bytes} bytes on {self.device} beside the weights "
                 f"given, which are not free; allowed: fewer experts on a rank than "
-                f"{weights.num_local_experts}, or weights that lie on another device"
+                f"{weights.num_local_experts}"
             ) from error
         self._gemm = None
         if weights.num_local_experts:
@@ -81,6 +81,10 @@ class GroupedExperts:
             )
 
     @property
+    def held(self) -> PreparedWeights:
+        return self.prepared
+
+    @property
     def memory(self) -> dict[str, int]:
         return {"prepared weights": self.prepared.num_bytes}
 
@@ -89,7 +93,9 @@ class GroupedExperts:
     ) -> torch.Tensor:
         """`SplitBackend`'s expert kernel: BF16 [P, H] -> fresh terms [P, H], FP32 under tp."""
         terms_PH = torch.empty_like(x_PH, dtype=self._term_dtype)
-        self.run(x_PH, offsets, x_PH.new_empty(len(x_PH), self.prepared.intermediate), terms_PH)
+        hidden_PI = x_PH.new_empty(len(x_PH), self.prepared.intermediate)
+        with torch.cuda.device(self.device):
+            self.run(x_PH, offsets, hidden_PI, terms_PH)
         return terms_PH
 
     def run(
@@ -155,6 +161,10 @@ class OneRankGrouped:
         # 1 + slot of an id that is not an expert. The GPU writes pinned memory directly.
         self._bad_slot = torch.zeros(1, dtype=torch.int32, pin_memory=torch.cuda.is_available())
         self._is_warm = False
+
+    @property
+    def held(self) -> PreparedWeights:
+        return self._experts.held
 
     @property
     def memory(self) -> dict[str, int]:

@@ -114,6 +114,7 @@ def test_biases_reach_the_kernel(inputs):
 def test_out_is_written_where_it_lies(layer, inputs, expected):
     out = torch.zeros(20, SHAPE.hidden, dtype=torch.bfloat16)
     assert layer(inputs, out=out[2:18]).data_ptr() == out[2:].data_ptr()
+    assert layer._backend._combine.last_out.data_ptr() == out[2:].data_ptr()
     assert torch.equal(out[2:18], expected)
     assert not out[:2].any() and not out[18:].any()
 
