@@ -133,7 +133,6 @@ class SymmetricHeap:
         self._source = source
         self._regions: list[Region] = []
         self._buffers: dict[str, SymmetricBuffer] = {}
-        self._num_agreements = 0
 
     def allocate(self, group: EpGroup, name: str, num_bytes: int) -> SymmetricBuffer:
         """A new buffer of zeros. Collective over `group`.
@@ -204,9 +203,7 @@ class SymmetricHeap:
         self._regions.append(self._source.open_region(num_bytes if limit is None else limit))
 
     def _agree(self, group: EpGroup, place: list) -> None:
-        self._num_agreements += 1
-        name = f"symmetric/{self._num_agreements}"
-        places = exchange_records(group, name, place, timeout_s=60.0)
+        _, places = exchange_records(group, "symmetric", place, timeout_s=60.0)
         if any(other != place for other in places):
             raise MoEEpStateError(
                 f"ranks place a symmetric buffer differently: {dict(enumerate(places))}; build "
@@ -261,17 +258,18 @@ def start_nvshmem(group: EpGroup) -> None:
         ) from error
     torch.cuda.set_device(group.device)
     gpu = [socket.gethostname(), str(torch.cuda.get_device_properties(group.device).uuid)]
-    check_distinct_gpus(exchange_records(group, "nvshmem/gpu", gpu, timeout_s=60.0))
+    _, gpus = exchange_records(group, "nvshmem/gpu", gpu, timeout_s=60.0)
+    check_distinct_gpus(gpus)
     device = Device(group.device.index)
     device.set_current()
     unique_id = nvshmem.get_unique_id() if group.rank == 0 else None
     # Pickled as torch would to broadcast it; the store is the job's own.
     text = base64.b64encode(pickle.dumps(unique_id)).decode()
-    first = exchange_records(group, "nvshmem/unique_id", text, timeout_s=60.0)[0]
+    _, texts = exchange_records(group, "nvshmem/unique_id", text, timeout_s=60.0)
     try:
         nvshmem.init(
             device=device,
-            uid=pickle.loads(base64.b64decode(first)),
+            uid=pickle.loads(base64.b64decode(texts[0])),
             rank=group.rank,
             nranks=group.num_ranks,
             initializer_method="uid",

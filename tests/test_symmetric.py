@@ -2,13 +2,17 @@
 
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from moe_ep.comm import symmetric
 from moe_ep.comm.errors import MoEEpConfigError, MoEEpStateError
 from moe_ep.comm.group import EpGroup
+from moe_ep.comm.rendezvous import exchange_records
 from moe_ep.comm.symmetric import ALIGNMENT, PlainMemory, SymmetricHeap, heap_of
 from moe_ep.megakernel import workspace_memory
 from moe_ep.megakernel.workspace import Workspace
@@ -198,16 +202,24 @@ def nvshmem(monkeypatch):
     properties = types.SimpleNamespace(uuid="GPU-0")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
-    def exchange(group, name, record, timeout_s):
-        other = ["host", "GPU-1"] if name == "nvshmem/gpu" else record
-        return [record, other]
+    def exchange_beside_rank_1(group, topic, record, timeout_s):
+        other = ["host", "GPU-1"] if topic == "nvshmem/gpu" else record
+        with ThreadPoolExecutor(1) as rank_1:
+            rank_1.submit(exchange_records, replace(group, rank=1), topic, other, timeout_s)
+            return exchange_records(group, topic, record, timeout_s)
 
-    monkeypatch.setattr(symmetric, "exchange_records", exchange)
+    monkeypatch.setattr(symmetric, "exchange_records", exchange_beside_rank_1)
     monkeypatch.setattr(symmetric, "_nvshmem_heap", None)
     return fake
 
 
-TWO_RANKS = EpGroup(rank=0, num_ranks=2, device=torch.device("cuda", 0), global_ranks=(0, 1))
+TWO_RANKS = EpGroup(
+    rank=0,
+    num_ranks=2,
+    device=torch.device("cuda", 0),
+    store=dist.HashStore(),
+    global_ranks=(0, 1),
+)
 
 
 def test_nvshmem_starts_after_the_gpu_is_bound_and_ends_after_its_memory_is_freed(nvshmem):
@@ -226,13 +238,13 @@ def test_nvshmem_starts_after_the_gpu_is_bound_and_ends_after_its_memory_is_free
 
 def test_a_group_outside_the_first_is_refused(nvshmem):
     heap_of(TWO_RANKS)
-    other = EpGroup(rank=0, num_ranks=2, device=torch.device("cuda", 0), global_ranks=(0, 2))
+    other = replace(TWO_RANKS, global_ranks=(0, 2))
     with pytest.raises(MoEEpConfigError, match=r"must be a part of it, but has \[2\] too"):
         heap_of(other)
 
 
 def test_a_part_of_the_first_group_takes_from_what_all_have(nvshmem):
-    heap = heap_of(EpGroup(**TWO_RANKS.__dict__))
+    heap = heap_of(replace(TWO_RANKS))
     part = EpGroup(rank=0, num_ranks=1, device=torch.device("cuda", 0), global_ranks=(1,))
     with pytest.raises(MoEEpConfigError, match="do not fit in what all 2 have taken together"):
         heap.allocate(part, "part", 10)
