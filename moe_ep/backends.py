@@ -84,7 +84,7 @@ def supports(
     if isinstance(backend, MegaConfig):
         return _supports_mega(device)
     if isinstance(backend.comm, NcclEpConfig):
-        return _supports_nccl_ep(device)
+        return _supports_nccl_ep(shape, backend.comm, device, **division)
     if isinstance(backend.kernel, GroupedGemmConfig):
         return _supports_grouped(shape, weights_format, backend.kernel, device, **division)
     return _supports_torch(device)
@@ -149,9 +149,30 @@ def _supports_mega(device: torch.device) -> Support:
     return Support(False, "the mega kernel is not built yet in this version")
 
 
-def _supports_nccl_ep(device: torch.device) -> Support:
+def _supports_nccl_ep(
+    shape: MoEShape,
+    comm: NcclEpConfig,
+    device: torch.device,
+    *,
+    parallel: str,
+    num_ranks: int,
+) -> Support:
     if device.type != "cuda":
         return Support(False, f"NCCL-EP needs NVIDIA GPUs, device is {device}")
+    if parallel != "ep":
+        return Support(False, f"NCCL-EP divides experts over ranks, parallel is {parallel!r}")
+    from moe_ep.comm.nccl_ep import layer_misfit, library_misfit
+
+    misfit = layer_misfit(
+        comm.mode,
+        hidden=shape.hidden,
+        top_k=shape.top_k,
+        num_experts=shape.num_experts,
+        num_ranks=num_ranks,
+    )
+    misfit = misfit or library_misfit()
+    if misfit is not None:
+        return Support(False, misfit)
     return Support(False, "the NCCL-EP transport is not built yet in this version")
 
 
