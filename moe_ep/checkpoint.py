@@ -24,7 +24,7 @@ from moe_ep.checkpoint_formats import (
 )
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.megakernel.problem import MoEShape
-from moe_ep.placement import ExpertMap
+from moe_ep.placement import ExpertMap, slots_shape
 from moe_ep.quant_spec import QuantizedTensor, QuantSpec
 from moe_ep.weights import MoEWeights
 
@@ -272,11 +272,7 @@ def fitting_format(names: list[str]) -> str | None:
 
 def _form(shape: MoEShape, fmt: CheckpointFormat, expert_map: ExpertMap | None) -> MoEWeights:
     """All experts of the layer on the meta device: dtypes and shapes without bytes."""
-    if expert_map is not None and expert_map.num_experts != shape.num_experts:
-        raise MoEEpConfigError(
-            f"expert_map places {expert_map.num_experts} experts, shape has {shape.num_experts}"
-        )
-    e = expert_map.num_physical if expert_map else shape.num_experts
+    e = slots_shape(shape, expert_map).num_experts
     halves, h, i = shape.num_fc1_halves, shape.hidden, shape.intermediate
     is_gated = shape.activation.is_gated
     biases = {}

@@ -46,9 +46,14 @@ def fingerprint(
 
 
 def agree(
-    group: EpGroup, fields: Fingerprint | None, refusal: Exception | None, timeout_s: float
+    group: EpGroup,
+    fields: Fingerprint | None,
+    refusal: Exception | None,
+    timeout_s: float,
+    topic: str = "construction",
 ) -> int:
-    """The number of this layer in its group, 1, 2, ..., the same on every rank. Collective.
+    """The number of this agreement on `topic` in its group, 1, 2, ..., the same on every rank: at
+    construction the layer's. Collective.
 
     Raises on every rank if one has a `refusal`, or if a field differs from rank 0's. The refusing
     rank raises its own error; the others its text with its rank.
@@ -57,7 +62,7 @@ def agree(
     if refusal is not None:
         record["refusal"] = [type(refusal).__name__, str(refusal)]
     try:
-        layer_id, records = exchange_records(group, "construction", record, timeout_s)
+        layer_id, records = exchange_records(group, topic, record, timeout_s)
     except MoEEpError as error:
         raise error from refusal
     if refusal is not None:

@@ -1,5 +1,8 @@
 """The layer that a model calls, and its life: build, warm up, forward, refit, destroy."""
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -19,6 +22,9 @@ from moe_ep.config import Backend, GroupedGemmConfig, SplitConfig
 from moe_ep.fingerprint import agree, fingerprint
 from moe_ep.inputs import MoEInputs, check_inputs, check_tensor
 from moe_ep.megakernel.problem import MoEShape, owned_experts
+from moe_ep.placement import ExpertMap, PhysicalIds, slots_shape
+from moe_ep.rebalance import agree_on_moves, move_experts
+from moe_ep.refit import stage
 from moe_ep.split import ExpertKernel, SplitBackend, TorchExperts
 from moe_ep.weights import MoEWeights
 
@@ -37,6 +43,8 @@ class MoEEpLayer(torch.nn.Module):
     group                `EpGroup` or any ProcessGroup; default: all ranks of the job, or this
                          process alone where torch.distributed is not initialised
     device               default: where the weights are
+    expert_map           which expert each slot holds (`moe_ep.placement`); `weights` are then those
+                         of the slots. Default: every expert once, in order
     timeout_s            seconds that a call waits for the other ranks
 
     Raises `MoEEpConfigError` for arguments, `MoEEpUnavailableError` for a backend that cannot run
@@ -52,6 +60,7 @@ class MoEEpLayer(torch.nn.Module):
         backend: Backend | str = "auto",
         group: EpGroup | torch.distributed.ProcessGroup | None = None,
         device: torch.device | str | None = None,
+        expert_map: ExpertMap | None = None,
         timeout_s: float = 60.0,
     ) -> None:
         super().__init__()
@@ -62,25 +71,32 @@ class MoEEpLayer(torch.nn.Module):
         self._group = _resolve_group(group, device)
         fields = refusal = None
         try:
-            _check_arguments(shape, weights, max_tokens_per_rank, self._group)
+            _check_arguments(shape, weights, max_tokens_per_rank, self._group, expert_map)
+            slots = slots_shape(shape, expert_map)
             choice = choose_backend(
-                shape,
+                slots,
                 weights.weights_format,
                 backend,
                 self._group.device,
                 parallel=weights.parallel,
                 num_ranks=self._group.num_ranks,
             )
-            kernel = _make_kernel(shape, weights, choice.backend)
+            kernel = _make_kernel(slots, weights, choice.backend)
             fields = fingerprint(
-                shape, weights, max_tokens_per_rank, choice.backend, self._group.device
+                slots, weights, max_tokens_per_rank, choice.backend, self._group.device
             )
+            fields["expert_map"] = repr(expert_map)
         except Exception as error:  # told to the other ranks, then raised
             refusal = error
         layer_id = agree(self._group, fields, refusal, timeout_s)
 
         self.shape = shape
         self.max_tokens_per_rank = max_tokens_per_rank
+        self._timeout_s = timeout_s
+        self._expert_map = expert_map
+        self._to_slots = None
+        if expert_map is not None:
+            self._to_slots = PhysicalIds(expert_map, self._group.rank, self._group.device)
         self._form = weights.to("meta")  # what an update must look like; the kernel has the bytes
         self._choice = choice
         self._unusable: str | None = None
@@ -90,10 +106,10 @@ class MoEEpLayer(torch.nn.Module):
         if _runs_on_device(choice.backend, weights):
             from moe_ep.grouped import OneRankGrouped
 
-            self._backend = OneRankGrouped(shape, kernel, max_tokens_per_rank)
+            self._backend = OneRankGrouped(slots, kernel, max_tokens_per_rank)
             return
         transport = _make_transport(
-            self._group, self._liveness, layer_id, shape, weights.parallel, timeout_s
+            self._group, self._liveness, layer_id, slots, weights.parallel, timeout_s
         )
         self._backend = SplitBackend(weights, transport, kernel)
 
@@ -133,6 +149,8 @@ class MoEEpLayer(torch.nn.Module):
             except MoEEpConfigError as refusal:
                 self._backend.refuse(str(refusal))
             with torch.no_grad():
+                if self._to_slots is not None:
+                    inputs = replace(inputs, topk_ids=self._to_slots(inputs.topk_ids))
                 return self._backend.forward(inputs, bound, out)
         except MoEEpConfigError:
             raise  # all ranks raise it, so they are still in step
@@ -156,18 +174,74 @@ class MoEEpLayer(torch.nn.Module):
         )
         self.forward(token)
 
-    def update_weights(self, weights: MoEWeights) -> None:
-        """Refit: copy `weights` over the layer's, in place, so that addresses stay. Not collective:
-        call it on every rank between the same two forwards.
+    def update_weights(
+        self,
+        weights: MoEWeights | Mapping[str, torch.Tensor],
+        *,
+        format: str | None = None,
+        prefix: str = "",
+        gate_up_order: str | None = None,
+        round_fp16: bool = False,
+    ) -> None:
+        """Refit in place, so that addresses stay. Not collective: call it on every rank between
+        the same two forwards.
 
-        Raises `MoEEpConfigError`, having written nothing, unless format, ownership and every
-        tensor's dtype, shape and device are those the layer was built with. A kernel that refuses
-        values while it prepares them leaves a layer that is not usable.
+        weights   `MoEWeights` of the same kind; or checkpoint name -> whole tensor, for all of the
+                  layer or a part of it ({"5.up_proj.weight": ...}), the same on every rank
+        format    of named tensors, and `gate_up_order`, `round_fp16`: as in `moe_ep.load`
+        prefix    before the names that the format has, "model.layers.3.mlp.experts."
+
+        Named tensors are put together on copies of the experts that they change.
+
+        Raises `MoEEpConfigError`, having written nothing, for a name that is not known, and unless
+        format, ownership and every tensor's dtype, shape and device are those the layer was built
+        with. A kernel that refuses values while it prepares them leaves a layer that is not usable.
         """
         self._require_usable()
+        if isinstance(weights, Mapping):
+            slots = self._form.expert_ids
+            write = stage(
+                weights,
+                self._backend.held,
+                self._form,
+                num_experts=self.shape.num_experts,
+                experts=self._expert_map.logical_of(slots) if self._expert_map else slots,
+                format=format,
+                prefix=prefix,
+                gate_up_order=gate_up_order,
+                round_fp16=round_fp16,
+            )
+        else:
+            self._check_update(weights)
+            write = partial(self._backend.update_weights, weights)
+        self._write_weights(write)
+
+    def rebalance(self, expert_map: ExpertMap) -> None:
+        """Move experts, weights and scales together, to the slots of another map, in place; outputs
+        keep their bits. Collective, between the same two forwards.
+
+        Needs memory for the experts that this rank sends and receives. For a layer built with an
+        `expert_map` (`ExpertMap.identity` has no copies), on as many slots as that one.
+
+        Raises `MoEEpConfigError` on every rank, having moved nothing, if a rank's map does not pass
+        or differs; `MoEEpTimeoutError` or `MoEEpTransportError` if ranks are lost.
+        """
+        self._require_usable()
+        if self._expert_map is None:
+            raise MoEEpConfigError("rebalance needs a layer built with expert_map, this has none")
+        moves = agree_on_moves(self._group, self._expert_map, expert_map, self._timeout_s)
+        place = (self._group, self._liveness, self._backend.held, self._form)
+        self._write_weights(partial(move_experts, *place, moves, self._timeout_s))
+        self._expert_map = expert_map
+        self._to_slots.update(expert_map)
+
+    def _check_update(self, weights: MoEWeights) -> None:
         form = self._form
         if not isinstance(weights, MoEWeights):
-            raise MoEEpConfigError(f"weights must be MoEWeights, got {type(weights).__name__}")
+            raise MoEEpConfigError(
+                f"weights must be MoEWeights, got {type(weights).__name__}, or a mapping of "
+                "checkpoint tensors"
+            )
         for name in ("weights_format", "parallel", "rank", "num_ranks", "expert_ids"):
             value, wanted = getattr(weights, name), getattr(form, name)
             if value != wanted:
@@ -181,9 +255,11 @@ class MoEEpLayer(torch.nn.Module):
         for name, tensor in form.tensors.items():
             new = getattr(weights, name)
             check_tensor(f"weights.{name}", new, (tensor.dtype,), tensor.shape, device)
+
+    def _write_weights(self, write: Callable[[], None]) -> None:
         try:
             with torch.inference_mode():  # which may write to tensors made inside it, and to others
-                self._backend.update_weights(weights)
+                write()
         except BaseException as error:
             self._poison(error)
             raise
@@ -279,7 +355,11 @@ def _resolve_group(
 
 
 def _check_arguments(
-    shape: MoEShape, weights: MoEWeights, max_tokens_per_rank: int, group: EpGroup
+    shape: MoEShape,
+    weights: MoEWeights,
+    max_tokens_per_rank: int,
+    group: EpGroup,
+    expert_map: ExpertMap | None,
 ) -> None:
     """What one rank can see by itself."""
     if not isinstance(shape, MoEShape):
@@ -290,6 +370,11 @@ def _check_arguments(
         raise MoEEpConfigError(f"max_tokens_per_rank must be an int, got {max_tokens_per_rank!r}")
     if max_tokens_per_rank < 1:
         raise MoEEpConfigError(f"max_tokens_per_rank must be at least 1, got {max_tokens_per_rank}")
+    if expert_map is not None and weights.parallel != "ep":
+        raise MoEEpConfigError(
+            "expert_map needs parallel 'ep': under tp all ranks hold all experts"
+        )
+    shape = slots_shape(shape, expert_map)
     for name, wanted in (
         ("num_experts", shape.num_experts),
         ("hidden", shape.hidden),

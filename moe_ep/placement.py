@@ -6,6 +6,11 @@ has one copy or several, all alike, so that the output's bits do not depend on t
 
 Which copy a token takes: with n copies of its expert, in ascending order of slots, token t of rank
 r takes copy (t + r) mod n. No state and no randomness; a rank's tokens spread evenly.
+
+    expert_map = ExpertMap(8, (0, 1, 2, 3, 4, 5, 6, 7, 0, 5))
+    weights = place(full_weights, expert_map).shard("ep", rank, num_ranks)    # or moe_ep.load(...)
+    layer = MoEEpLayer(shape, weights, max_tokens_per_rank=512, expert_map=expert_map)
+    layer.rebalance(another_map)
 """
 
 from collections.abc import Sequence
@@ -14,7 +19,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from moe_ep.comm.errors import MoEEpConfigError
-from moe_ep.megakernel.problem import owned_experts
+from moe_ep.held_weights import select_experts
+from moe_ep.megakernel.problem import MoEShape
 from moe_ep.weights import MoEWeights
 
 
@@ -68,6 +74,19 @@ class ExpertMap:
         return tuple(self.physical_to_logical[slot] for slot in slots)
 
 
+def slots_shape(shape: MoEShape, expert_map: ExpertMap | None) -> MoEShape:
+    """`shape` with slots in the place of experts, which is what backends run."""
+    if expert_map is None:
+        return shape
+    if not isinstance(expert_map, ExpertMap):
+        raise MoEEpConfigError(f"expert_map must be an ExpertMap, got {type(expert_map).__name__}")
+    if expert_map.num_experts != shape.num_experts:
+        raise MoEEpConfigError(
+            f"expert_map places {expert_map.num_experts} experts, shape has {shape.num_experts}"
+        )
+    return replace(shape, num_experts=expert_map.num_physical)
+
+
 def place(weights: MoEWeights, expert_map: ExpertMap) -> MoEWeights:
     """Full weights with one expert per physical slot, as fresh tensors; then `shard` them.
 
@@ -82,28 +101,13 @@ def place(weights: MoEWeights, expert_map: ExpertMap) -> MoEWeights:
             f"expert_map places {expert_map.num_experts} experts, the weights have "
             f"{weights.num_experts}"
         )
-    return take_experts(weights, expert_map.physical_to_logical, expert_map.num_physical)
-
-
-def take_experts(
-    weights: MoEWeights, local_experts: Sequence[int], num_experts: int | None = None
-) -> MoEWeights:
-    """Copies of some experts by their position here, as experts 0, 1, ... of a layer of
-    `num_experts` (default: of these alone)."""
-    index = torch.tensor(local_experts, dtype=torch.long, device=weights.device)
+    index = torch.tensor(expert_map.physical_to_logical, device=weights.device)
     return replace(
         weights,
-        num_experts=num_experts or len(local_experts),
-        expert_ids=tuple(range(len(local_experts))),
-        **{name: _index_select(tensor, index) for name, tensor in weights.tensors.items()},
+        **{name: select_experts(tensor, index) for name, tensor in weights.tensors.items()},
+        num_experts=expert_map.num_physical,
+        expert_ids=tuple(range(expert_map.num_physical)),
     )
-
-
-def _index_select(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Rows of a tensor of any dtype (index_select does not take every FP8)."""
-    if tensor.dtype.itemsize == 1:
-        return tensor.view(torch.uint8).index_select(0, index).view(tensor.dtype)
-    return tensor.index_select(0, index)
 
 
 class PhysicalIds:
@@ -134,39 +138,3 @@ class PhysicalIds:
         slot_TK = self._slots[expert_TK, turn_T1 % self._num_copies[expert_TK]]
         slot_TK = torch.where(topk_ids_TK >= num_experts, self._num_physical, slot_TK)
         return torch.where(topk_ids_TK < 0, topk_ids_TK, slot_TK.to(topk_ids_TK.dtype))
-
-
-@dataclass(frozen=True)
-class Moves:
-    """What a rank sends and receives on the way from one map to another.
-
-    sends[r]      local positions here whose weights rank r needs, in the order of its `receives`
-    receives[r]   local positions here that are filled from rank r
-    """
-
-    sends: tuple[tuple[int, ...], ...]
-    receives: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def between(cls, old: ExpertMap, new: ExpertMap, rank: int, num_ranks: int) -> "Moves":
-        """Only slots that change move. The source is a copy on the same rank, else the first."""
-        if (old.num_experts, old.num_physical) != (new.num_experts, new.num_physical):
-            raise MoEEpConfigError(
-                f"expert_map places {new.num_experts} experts on {new.num_physical} slots; "
-                f"allowed: {old.num_experts} on {old.num_physical}, as built"
-            )
-        owned = [owned_experts(old.num_physical, num_ranks, r) for r in range(num_ranks)]
-        owner = [r for r in range(num_ranks) for _ in owned[r]]
-        sends: list[list[int]] = [[] for _ in range(num_ranks)]
-        receives: list[list[int]] = [[] for _ in range(num_ranks)]
-        sources = old.logical_to_physical
-        for slot, expert in enumerate(new.physical_to_logical):
-            if old.physical_to_logical[slot] == expert:
-                continue
-            copies = sources[expert]
-            source = next((s for s in copies if owner[s] == owner[slot]), copies[0])
-            if owner[source] == rank:
-                sends[owner[slot]].append(source - owned[rank].start)
-            if owner[slot] == rank:
-                receives[owner[source]].append(slot - owned[rank].start)
-        return cls(tuple(map(tuple, sends)), tuple(map(tuple, receives)))

@@ -18,6 +18,7 @@ import torch
 from moe_ep.comm.errors import MoEEpStateError
 from moe_ep.comm.transport import Outgoing, Transport, to_slots
 from moe_ep.dispatch_plan import DispatchPlan
+from moe_ep.held_weights import HeldWeights
 from moe_ep.inputs import MoEInputs
 from moe_ep.megakernel.problem import Activation
 from moe_ep.reference import combine_parts, combine_terms, grouped_expert_terms
@@ -26,6 +27,11 @@ from moe_ep.weights import MoEWeights
 
 class ExpertKernel(Protocol):
     """FC1, activation and FC2 of the experts held here."""
+
+    @property
+    def held(self) -> HeldWeights:
+        """The weights that a call reads."""
+        ...
 
     @property
     def memory(self) -> dict[str, int]:
@@ -54,6 +60,10 @@ class TorchExperts:
 
     weights: MoEWeights
     activation: Activation
+
+    @property
+    def held(self) -> MoEWeights:
+        return self.weights
 
     @property
     def memory(self) -> dict[str, int]:
@@ -85,6 +95,10 @@ class SplitBackend:
         self._device = weights.device
         self._transport = transport
         self._kernel = kernel
+
+    @property
+    def held(self) -> HeldWeights:
+        return self._kernel.held
 
     @property
     def memory(self) -> dict[str, int]:

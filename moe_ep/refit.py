@@ -1,0 +1,80 @@
+"""New weights for a layer by the names that a checkpoint gives them, all or a few."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from moe_ep.checkpoint_formats import (
+    DTYPE_NAMES,
+    Expected,
+    checkpoint_format,
+    expected_tensors,
+    find_projections,
+)
+from moe_ep.comm.errors import MoEEpConfigError
+from moe_ep.held_weights import HeldWeights, read_experts, some_experts, write_experts
+from moe_ep.weights import MoEWeights
+
+
+def stage(
+    named: Mapping[str, torch.Tensor],
+    held: HeldWeights,
+    form: MoEWeights,
+    *,
+    num_experts: int,
+    experts: Sequence[int],
+    format: str | None,
+    prefix: str = "",
+    gate_up_order: str | None = None,
+    round_fp16: bool = False,
+) -> Callable[[], None]:
+    """Everything that can be wrong is found here, on copies of the experts that change; the result
+    writes them into `held`, in place.
+
+    named        checkpoint name -> tensor, whole tensors as in a checkpoint, on any device; what
+                 other ranks hold is left out
+    form         what the layer's weights look like (may be on meta)
+    num_experts  of the checkpoint; `experts`: the id there of each expert held here
+    prefix       what stands before the names that `format` has, "model.layers.3.mlp.experts."
+
+    Raises `MoEEpConfigError` naming the tensor for an unknown name, another shape or dtype, and
+    what `moe_ep.load` refuses.
+    """
+    if format is None:
+        raise MoEEpConfigError("format is missing; named tensors need the checkpoint's format")
+    fmt = checkpoint_format(format, gate_up_order)
+    if fmt.weights_format != form.weights_format:
+        raise MoEEpConfigError(
+            f"format {format!r} holds {fmt.weights_format} weights, the layer {form.weights_format}"
+        )
+    cut = len(prefix)
+    projections = find_projections(fmt, [name[cut:] for name in named])
+    expected = expected_tensors(fmt, form, num_experts, experts, projections)
+    for name in named:
+        if not name.startswith(prefix) or name[cut:] not in expected:
+            raise MoEEpConfigError(
+                f"{name} is not known to format {format!r} with {num_experts} experts; allowed: "
+                f"{prefix}{fmt.pattern}"
+            )
+    pieces = []
+    for name, tensor in named.items():
+        _check(tensor, name, expected[name[cut:]])
+        pieces += [(piece, name) for piece in expected[name[cut:]].pieces]
+    local_experts = sorted({piece.local_expert_idx for piece, _ in pieces})
+    position = {local_idx: position for position, local_idx in enumerate(local_experts)}
+    tensors = read_experts(held, form, local_experts)
+    for piece, name in pieces:
+        target = replace(piece, local_expert_idx=position[piece.local_expert_idx])
+        stored = named[name].detach()[piece.index or ...]
+        target.target(tensors).copy_(piece.values(stored, name, round_fp16))
+    some_experts(form, local_experts, tensors)  # looks at every scale
+    return lambda: write_experts(held, form, tensors, local_experts)
+
+
+def _check(tensor: torch.Tensor, name: str, expected: Expected) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise MoEEpConfigError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
+    if misfit := expected.misfit(tensor.shape, dtype):
+        raise MoEEpConfigError(f"{name} {misfit}")
