@@ -3,8 +3,11 @@ arithmetic, `QuantSpec` the choices)."""
 
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
+from typing import TypeVar
 
 import torch
 from rich.progress import Progress
@@ -25,7 +28,9 @@ __all__ = [
     "unscaled",
 ]
 
-_ELEMENTS_PER_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}  # CPU: the chunk's FP32 copies stay in L2
+T = TypeVar("T")
+_ELEMENTS_PER_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}  # CPU: FP32 copies of 1 MiB stay in cache
+_MAX_WORKERS = 16  # each needs about 6 MiB
 _PROGRESS_ELEMENTS = 1 << 28  # about a second
 
 
@@ -40,7 +45,7 @@ def quantize(
 ) -> QuantizedTensor:
     """BF16, FP16 or FP32 [..., N, K] -> codes and scale factors; each [N, K] is a matrix by itself.
 
-    Works through chunks of rows, so that memory beside input and result stays at a few MiB (CPU).
+    Works through chunks of rows: on CPU the memory beside input and result is a few MiB a thread.
     `out` is written if given. `advance` is called with the number of elements done; without it a
     large tensor shows a progress bar.
 
@@ -48,6 +53,7 @@ def quantize(
     for NaN or Inf unless `allow_nonfinite`.
     """
     spec = spec if isinstance(spec, QuantSpec) else QuantSpec(format=spec)
+    w = w.detach()
     _check(w, spec, name)
     if out is None:
         out = QuantizedTensor.empty(tuple(w.shape), spec, w.device)
@@ -73,14 +79,14 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.
     out = torch.empty(q.shape, dtype=dtype, device=q.codes.device)
     for index in product(*map(range, q.shape[:-2])):
         matrix, out_NK = q.matrix(index), out[index]
-        for rows in _row_chunks(out_NK, BLOCKS[q.spec.format][0]):
-            out_NK[rows] = _dequantized_rows(matrix, rows, dtype)
+        decode = partial(_dequantize_rows, matrix, out_NK)
+        _map_row_chunks(decode, out_NK, BLOCKS[q.spec.format][0])
     return out
 
 
-def _dequantized_rows(q: QuantizedTensor, rows: slice, dtype: torch.dtype) -> torch.Tensor:
-    """Some rows of one matrix, whole blocks, in FP64 if asked, else in FP32."""
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+def _dequantize_rows(q: QuantizedTensor, out_NK: torch.Tensor, rows: slice) -> None:
+    """Writes some rows of one matrix, whole blocks; FP64 where asked, else by way of FP32."""
+    wide = torch.float64 if out_NK.dtype == torch.float64 else torch.float32
     block_rows, block_cols = BLOCKS[q.spec.format]
     codes = q.codes[rows]
     sf = q.sf[rows.start // block_rows : math.ceil(rows.stop / block_rows)]
@@ -91,7 +97,7 @@ def _dequantized_rows(q: QuantizedTensor, rows: slice, dtype: torch.dtype) -> to
         scale = q.global_scale.to(wide)
         scale = scale if q.spec.global_scale == "decode" else scale.reciprocal()
         values *= scale[rows, None] if q.spec.per_token else scale
-    return values
+    out_NK[rows] = values
 
 
 def qdq(
@@ -168,12 +174,32 @@ def _check(w: torch.Tensor, spec: QuantSpec, name: str) -> None:
         )
 
 
-def _row_chunks(w_NK: torch.Tensor, block_rows: int) -> Iterator[slice]:
-    """Slices of rows, whole blocks, of about `_ELEMENTS_PER_CHUNK` elements."""
-    budget = _ELEMENTS_PER_CHUNK.get(w_NK.device.type, 1 << 24)
+def _map_row_chunks(work: Callable[[slice], T], w_NK: torch.Tensor, block_rows: int) -> list[T]:
+    """work(rows) for slices of whole blocks of rows, `_ELEMENTS_PER_CHUNK` elements each.
+
+    On CPU as many chunks run at a time as torch has threads, each on one thread: a chunk takes a
+    score of short operations, and splitting every one of them would wait at as many barriers.
+    """
+    budget = _ELEMENTS_PER_CHUNK.get(w_NK.device.type, _ELEMENTS_PER_CHUNK["cuda"])
     step = max(1, budget // max(1, block_rows * w_NK.shape[1])) * block_rows
-    for first in range(0, w_NK.shape[0], step):
-        yield slice(first, min(first + step, w_NK.shape[0]))
+    num_rows = w_NK.shape[0]
+    chunks = [slice(i, min(i + step, num_rows)) for i in range(0, num_rows, step)]
+    num_threads = torch.get_num_threads()
+    num_workers = min(num_threads, len(chunks), _MAX_WORKERS)
+    if w_NK.device.type != "cpu" or num_workers <= 1:
+        return [work(rows) for rows in chunks]
+
+    is_inference = torch.is_inference_mode_enabled()
+
+    def work_in_thread(rows: slice) -> T:
+        with torch.inference_mode(is_inference):
+            return work(rows)
+
+    try:
+        with ThreadPoolExecutor(num_workers, initializer=lambda: torch.set_num_threads(1)) as pool:
+            return list(pool.map(work_in_thread, chunks))
+    finally:
+        torch.set_num_threads(num_threads)  # the workers' setting is also that of later threads
 
 
 def _quantize_nvfp4(
@@ -181,21 +207,23 @@ def _quantize_nvfp4(
 ) -> torch.Tensor:
     """Writes one matrix; returns its largest magnitude."""
     spec = out.spec
-    amax_NB = w_NK.new_empty(out.sf.shape)
-    for rows in _row_chunks(w_NK, 1):
-        amax_NB[rows] = block_amax(w_NK[rows].contiguous(), 16)
+    amaxes = _map_row_chunks(lambda rows: block_amax(w_NK[rows].contiguous(), 16), w_NK, 1)
+    amax_NB = torch.cat(amaxes) if amaxes else w_NK.new_empty(out.sf.shape)
     # A NaN must not reach the other blocks through the global scale.
     finite_NB = torch.where(amax_NB.isnan(), 0, amax_NB).float()
     amax = finite_NB.amax(dim=1, keepdim=True) if spec.per_token else _largest(finite_NB)
     scales = Nvfp4Scales.from_amax(amax, spec.sf_max)
     stated = scales.decode if spec.global_scale == "decode" else scales.encode
     out.global_scale.copy_(stated.view(out.global_scale.shape))
-    for rows in _row_chunks(w_NK, 1):
+
+    def encode(rows: slice) -> None:
         x_NBk = w_NK[rows].contiguous().view(-1, amax_NB.shape[1], 16)
         codes, sf = encode_nvfp4(x_NBk, amax_NB[rows].float(), scales.rows(rows), spec)
         out.codes[rows] = codes.flatten(1)
         out.sf[rows] = sf
         advance(x_NBk.numel())
+
+    _map_row_chunks(encode, w_NK, 1)
     return _largest(amax_NB)
 
 
@@ -211,18 +239,20 @@ def _quantize_blocks(
     spec = out.spec
     num_cols = w_NK.shape[1]
     block_rows, block_cols = BLOCKS[spec.format]
-    largest = torch.zeros((), device=w_NK.device)
-    for rows in _row_chunks(w_NK, block_rows):
+
+    def encode(rows: slice) -> torch.Tensor:
         x_nK = w_NK[rows]
         num_rows = len(x_nK)
         padding = (0, -num_cols % block_cols, 0, -num_rows % block_rows)
         x_nK = torch.nn.functional.pad(x_nK, padding) if any(padding) else x_nK.contiguous()
         amax_nB = block_amax(x_nK, block_cols)
-        largest = torch.maximum(largest, _largest(amax_nB))
         amax_BB = amax_nB.view(-1, block_rows, amax_nB.shape[1]).amax(dim=1).float()
         x_BrBk = x_nK.view(-1, block_rows, amax_nB.shape[1], block_cols)
         codes, sf = encode_blocks(x_BrBk, amax_BB, spec)
         out.codes[rows] = codes.view(len(x_nK), -1)[:num_rows, : out.codes.shape[1]]
         out.sf[rows.start // block_rows : math.ceil(rows.stop / block_rows)] = sf
         advance(num_rows * num_cols)
-    return largest
+        return _largest(amax_nB)
+
+    largest = _map_row_chunks(encode, w_NK, block_rows)
+    return torch.stack(largest).max() if largest else torch.zeros((), device=w_NK.device)
