@@ -16,9 +16,10 @@ from moe_ep.megakernel import workspace_memory
 from moe_ep.megakernel.bound_call import BoundCall, address, int32
 from moe_ep.megakernel.compile_cache import KernelBuild, compile_all, load
 from moe_ep.megakernel.formats import TILE_COLS, TILE_FORMATS, PreparedWeights
-from moe_ep.megakernel.grouped_gemm import GemmSpec
+from moe_ep.megakernel.grouped_gemm import CHANNEL_MULTIPLE, GemmSpec
 from moe_ep.megakernel.knobs import BF16_BYTES, KNOB_TABLE, MAX_SMEM_BYTES, KernelKnobs
 from moe_ep.megakernel.problem import Activation, MoEShape
+from moe_ep.megakernel.protocol import Moment
 from moe_ep.megakernel.workspace import Workspace
 
 NUM_ROW_BUFFERS = 2  # of dispatch, a token row each
@@ -34,6 +35,7 @@ class MegaSpec:
     num_experts   E over all ranks
     num_launched  ranks in one launch: 1, or all of a virtual group
     is_bounded    whether waits end when the time is up
+    takes_stamps  whether CTAs note the times of `protocol.Moment`: for measuring
     """
 
     layout: Workspace
@@ -46,8 +48,15 @@ class MegaSpec:
     num_launched: int = 1
     ids_are_int64: bool = False
     is_bounded: bool = True
+    takes_stamps: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("hidden", "intermediate"):
+            value = getattr(self.layout, name)
+            if value % CHANNEL_MULTIPLE:
+                raise MoEEpConfigError(
+                    f"{name} must be a multiple of {CHANNEL_MULTIPLE} for this kernel, got {value}"
+                )
         if self.num_lent_stages >= self.knobs.stages:
             raise MoEEpConfigError(
                 f"hidden {self.layout.hidden} needs {self.num_lent_stages} ring stages for two "
@@ -163,12 +172,53 @@ def usual_rows(max_rows: float) -> float:
     return ((math.sqrt(2.25 + 4 * max_rows) - 1.5) / 2) ** 2
 
 
+def make_layout(
+    shape: MoEShape, num_ranks: int, max_tokens_per_rank: int, buckets: tuple[Bucket, ...]
+) -> Workspace:
+    """The workspace that all builds share."""
+    least_width = min(bucket.knobs.max_tile_width for bucket in buckets)
+    return Workspace(
+        num_ranks=num_ranks,
+        num_local_experts=-(-shape.num_experts // num_ranks),
+        top_k=shape.top_k,
+        hidden=shape.hidden,
+        intermediate=shape.intermediate,
+        max_tokens_per_rank=max_tokens_per_rank,
+        max_tile_width=least_width,
+        least_tile_width=least_width,
+    )
+
+
+def fit_spec(
+    *, shape: MoEShape, layout: Workspace, knobs: KernelKnobs, **options: object
+) -> MegaSpec:
+    """The build of `knobs` for a layer, with fewer ring stages where many experts need the memory.
+
+    Raises `MoEEpConfigError` where not even two stages fit.
+    """
+    layout = replace(layout, max_tile_width=knobs.max_tile_width)
+    while True:
+        try:
+            return MegaSpec(
+                layout=layout,
+                num_experts=shape.num_experts,
+                activation=shape.activation,
+                knobs=knobs,
+                **options,
+            )
+        except MoEEpConfigError:
+            if knobs.stages == 2:
+                raise
+            knobs = replace(knobs, stages=knobs.stages - 1)
+
+
 class MegaMoE:
     """One layer's geometry on one GPU: this rank, or all ranks of a virtual group. Collective.
 
     knobs      None: the knob table's build for each call's bound on tokens; no choice changes bits
     max_sms    most SMs that a launch takes; None: all
     is_bounded False builds kernels whose waits have no end
+    takes_stamps  True builds kernels that write `stamps`
 
     Layers of one geometry share the workspace and take turns. Calls may be captured in a CUDA
     graph after `warmup()`; the number of tokens is then the captured one, routing may change.
@@ -187,6 +237,7 @@ class MegaMoE:
         knobs: KernelKnobs | None = None,
         max_sms: int | None = None,
         is_bounded: bool = True,
+        takes_stamps: bool = False,
         timeout_s: float = 60.0,
     ) -> None:
         self.device = group.device
@@ -195,26 +246,16 @@ class MegaMoE:
             if knobs
             else make_buckets(weights_format, shape, max_tokens_per_rank, group.num_ranks)
         )
-        least_width = min(bucket.knobs.max_tile_width for bucket in self.buckets)
-        layout = Workspace(
-            num_ranks=group.num_ranks,
-            num_local_experts=-(-shape.num_experts // group.num_ranks),
-            top_k=shape.top_k,
-            hidden=shape.hidden,
-            intermediate=shape.intermediate,
-            max_tokens_per_rank=max_tokens_per_rank,
-            max_tile_width=least_width,
-            least_tile_width=least_width,
-        )
+        layout = make_layout(shape, group.num_ranks, max_tokens_per_rank, self.buckets)
         self._spec = functools.partial(
-            MegaSpec,
-            num_experts=shape.num_experts,
+            fit_spec,
+            shape=shape,
             weights_format=weights_format,
-            activation=shape.activation,
             has_bias13=has_bias13,
             has_bias2=has_bias2,
             num_launched=group.num_ranks if group.is_virtual else 1,
             is_bounded=is_bounded,
+            takes_stamps=takes_stamps,
         )
         self._layout = layout
         self._call = functools.lru_cache(MAX_CALLS)(self._bind)
@@ -222,6 +263,8 @@ class MegaMoE:
         self.memory = workspace_memory.acquire(group, layout)
         num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._ctas_per_rank = min(num_sms, max_sms or num_sms) // self.memory.num_launched
+        # [CTAs, moments] nanoseconds of the GPU's global timer
+        self.stamps = torch.zeros(num_sms, len(Moment), dtype=torch.int64, device=self.device)
         self._first_rank = 0 if group.is_virtual else group.rank
         self._timeout_ns = int(timeout_s * 1e9)
 
@@ -231,8 +274,7 @@ class MegaMoE:
         return sum(self._layout.num_bytes(scope) for scope in ("symmetric", "local"))
 
     def spec(self, knobs: KernelKnobs, ids_are_int64: bool) -> MegaSpec:
-        layout = replace(self._layout, max_tile_width=knobs.max_tile_width)
-        return self._spec(layout=layout, knobs=knobs, ids_are_int64=ids_are_int64)
+        return self._spec(layout=self._layout, knobs=knobs, ids_are_int64=ids_are_int64)
 
     def kernel_builds(self) -> list[KernelBuild]:
         """Every kernel that a call may launch."""
@@ -300,6 +342,7 @@ class MegaMoE:
             local=self.memory.local.data_ptr(),
             record=self.memory.post_mortem.address,
             timeout_ns=self._timeout_ns,
+            stamps=self.stamps.data_ptr(),
             first_rank=self._first_rank,
             ctas_per_rank=self._ctas_per_rank,
         )
@@ -325,6 +368,7 @@ class Call:
         local: int,
         record: int,
         timeout_ns: int,
+        stamps: int,
         first_rank: int,
         ctas_per_rank: int,
     ) -> None:
@@ -336,7 +380,7 @@ class Call:
             [
                 *(self.x, self.topk_ids, self.topk_weights, self.out, self.token_counts),
                 *map(address, (*weights, heaps, local, record, timeout_ns)),
-                *(self.late_ns, self.num_tokens, self.late_rank),
+                *(self.late_ns, address(stamps), self.num_tokens, self.late_rank),
                 *map(int32, (first_rank, ctas_per_rank, 0)),
                 self.stream,
             ],

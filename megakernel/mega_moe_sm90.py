@@ -54,7 +54,7 @@ from moe_ep.megakernel.formats import num_slabs
 from moe_ep.megakernel.knobs import THREADS_PER_WARPGROUP
 from moe_ep.megakernel.mainloop_sm90 import MainloopSm90
 from moe_ep.megakernel.mega_moe import MegaSpec
-from moe_ep.megakernel.protocol import Phase
+from moe_ep.megakernel.protocol import Moment, Phase
 from moe_ep.megakernel.rank_view import RankInputs, RankView, Threads, load_peers, load_step
 
 WEIGHTS_WARP, TOKENS_WARP, DISPATCH_WARP = 0, 1, 2
@@ -110,6 +110,7 @@ class MegaMoESm90:
         record: Int64,
         timeout_ns: Int64,
         late_ns: Int64,
+        stamps: Int64,
         num_tokens: Int32,
         late_rank: Int32,
         first_rank: Int32,
@@ -125,6 +126,7 @@ class MegaMoESm90:
         heaps        [R] Int64, address of every rank's symmetric regions
         local        local regions of the first launched rank, the next `num_bytes("local")` later
         record       its post-mortem record
+        stamps       [CTAs, len(Moment)] Int64, time stamps of a build that takes them
         late_rank    virtual ranks only: starts `late_ns` late, or if that is negative never
         zero         0 at run time: it keeps constants in registers
         """
@@ -160,7 +162,7 @@ class MegaMoESm90:
             *(hidden_small, hidden_small_rows, hidden_wide, hidden_wide_rows),
             *(x, topk_ids, topk_weights, out, token_counts),
             *(w13, w13_alpha, b13, w2, w2_alpha, b2),
-            *(heaps, local, record, timeout_ns, late_ns),
+            *(heaps, local, record, timeout_ns, late_ns, stamps),
             *(num_tokens, late_rank, first_rank, ctas_per_rank, zero),
             self.mainloop.make_mmas(),
         ).launch(
@@ -210,6 +212,7 @@ class MegaMoESm90:
         record: Int64,
         timeout_ns: Int64,
         late_ns: Int64,
+        stamps: Int64,
         num_tokens: Int32,
         late_rank: Int32,
         first_rank: Int32,
@@ -256,6 +259,7 @@ class MegaMoESm90:
                 record=record + Int64(launched) * RECORD_BYTES,
                 timeout_ns=timeout_ns,
             ),
+            stamps=stamps + Int64(cta_idx) * (8 * len(Moment)) if self.spec.takes_stamps else None,
         )
         takes_part = Int32(1)
         if const_expr(self.spec.num_launched > 1):
@@ -314,8 +318,11 @@ class MegaMoESm90:
                 threads = Threads(
                     thread_idx - THREADS_PER_WARPGROUP, self.num_math_threads, NAME_MATH
                 )
+                view.mark(Moment.WORKED, threads)
                 self.combine.drain(view, shared.dispatch, threads)
+                view.mark(Moment.DRAINED, threads)
                 self.combine.reduce(view, inputs, shared.dispatch, threads)
+                view.mark(Moment.ENDED, threads)
 
     # ---- all warps
 
@@ -345,6 +352,7 @@ class MegaMoESm90:
     def route(self, view, inputs, storage, heaps: Int64, thread_idx: Int32):
         """All threads: phases A to C up to what the CTA needs to know of its rank's experts."""
         threads = Threads(thread_idx, self.knobs.num_threads, 0)
+        view.mark(Moment.STARTED, threads)
         # Nothing but these cold reads delays the weights, so they start together.
         id_bytes = inputs.num_tokens * self.layout.top_k * (8 if self.spec.ids_are_int64 else 4)
         if thread_idx * CACHE_LINE < id_bytes:
@@ -357,7 +365,9 @@ class MegaMoESm90:
         if const_expr(self.layout.num_ranks > 1):
             self.dispatch.stage(view, inputs, threads)
         self.dispatch.wait(view, storage, threads)
+        view.mark(Moment.ROUTED, threads)
         self.dispatch.scan(view, inputs, storage, threads)
+        view.mark(Moment.SCANNED, threads)
 
     def experts_before(self, rank: Int32):
         """Experts of the ranks before `rank`."""
@@ -467,6 +477,7 @@ class MegaMoESm90:
         counters = self.layout.counters
         stage, phase = Int32(0), Int32(1)
         record, record_phase = Int32(0), Int32(0)
+        is_first = Int32(1)
         expert, gemm, _, num_slices, first_row, num_rows, tile = self.next_record(
             shared, bars, record, record_phase
         )
@@ -476,6 +487,9 @@ class MegaMoESm90:
             if gemm == 0:
                 arrived = view.counter(counters.tokens_arrived + tile)
                 view.watch.wait_reached(arrived, num_rows, Phase.TOKENS, view.rank)
+                if is_first == 1:
+                    view.mark(Moment.FED, one_warp())
+                is_first = Int32(0)
                 # Rows are written by bulk copies and ordinary stores of other CTAs, both fenced
                 # there, and read here by tensor copies: the async proxy.
                 cute.arch.fence_proxy("async.global")
@@ -501,6 +515,7 @@ class MegaMoESm90:
     def dispatch_role(self, view, inputs, shared, bars):
         """Dispatch warp: this CTA's part in filling the pool; then gives lent stages back."""
         self.dispatch.bring(view, inputs, shared.dispatch, self.row_buffers(shared))
+        view.mark(Moment.BROUGHT, one_warp())
         if cute.arch.lane_idx() < self.num_math_warps:
             for i in cutlass.range_constexpr(self.spec.num_lent_stages):
                 cute.arch.mbarrier_arrive(bars + 2 * self.knobs.stages - 1 - i)
@@ -667,8 +682,12 @@ class MegaMoESm90:
         return record, record_phase
 
 
+def one_warp() -> Threads:
+    return Threads(cute.arch.lane_idx(), WARP_SIZE, 0)
+
+
 def build(spec: MegaSpec) -> CompiledFunction:
     """Cross-compile one kernel; needs no GPU."""
-    addresses, numbers = [Int64(0)] * 14, [Int64(0)] * 2
+    addresses, numbers = [Int64(0)] * 14, [Int64(0)] * 3
     sizes = [Int32(1), Int32(0), Int32(0), Int32(1), Int32(0)]
     return compile_for_sm90(MegaMoESm90(spec), *addresses, *numbers, *sizes, make_fake_stream())

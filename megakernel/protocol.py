@@ -55,6 +55,9 @@ class Moment(IntEnum):
     BROUGHT = 4
     DRAINED = 5
     ENDED = 6
+    # Of the whole layer: rows of the first item are there; the last item is done.
+    FED = 7
+    WORKED = 8
 
 
 def bank(step):

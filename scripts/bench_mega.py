@@ -22,9 +22,10 @@ from rich.progress import track
 from moe_ep.comm.group import EpGroup
 from moe_ep.megakernel.compile_cache import compile_all
 from moe_ep.megakernel.formats import prepare
-from moe_ep.megakernel.knobs import KernelKnobs, choose_knobs
-from moe_ep.megakernel.mega_moe import MegaMoE
+from moe_ep.megakernel.knobs import KernelKnobs
+from moe_ep.megakernel.mega_moe import MegaMoE, make_buckets
 from moe_ep.megakernel.problem import MoEShape
+from moe_ep.megakernel.protocol import Moment
 from moe_ep.reference import activate, combine_terms
 
 MAX_TERM_ERROR = 0.0026
@@ -43,20 +44,22 @@ class Problem:
         self.weights = random_weights(name, hidden, intermediate, args.experts)
         self.prepared = prepare(self.weights)
 
-    def layer(self, num_tokens: int) -> MegaMoE:
-        """Of that capacity, with the build that its rows per expert take."""
+    def layer(self, num_tokens: int, changes: dict) -> MegaMoE:
+        """Of that capacity, with the build that it takes, changed."""
+        buckets = make_buckets(self.name, self.shape, num_tokens, num_ranks=1)
         return MegaMoE(
             EpGroup.single("cuda"),
             self.shape,
             self.name,
             max_tokens_per_rank=num_tokens,
-            knobs=knobs_of(self.name, num_tokens, self.args),
+            knobs=changed_knobs(buckets[-1].knobs, changes),
             max_sms=self.args.max_sms,
+            takes_stamps=self.args.stamps,
             timeout_s=5.0,
         )
 
-    def measure(self, num_tokens: int, is_skewed: bool) -> dict:
-        mega = self.layer(num_tokens)
+    def measure(self, num_tokens: int, is_skewed: bool, changes: dict) -> dict:
+        mega = self.layer(num_tokens, changes)
         ids = self.routing(num_tokens, is_skewed)
         gen = torch.Generator("cuda").manual_seed(num_tokens)
         x = torch.randn(num_tokens, self.shape.hidden, generator=gen, device="cuda").bfloat16()
@@ -88,8 +91,10 @@ class Problem:
             "tflop_s": flops / times["median"] / 1e6,
             "term_error": error,
             "host_us": host_us(launch),
-            "knobs": repr(mega.buckets[0].knobs),
+            "knobs": repr(mega.spec(mega.buckets[0].knobs, ids_are_int64=False).knobs),
         }
+        if self.args.stamps:
+            result["moments_us"] = moments(mega, launch, self.args)
         mega.destroy()
         return result
 
@@ -119,10 +124,26 @@ class Problem:
         return largest
 
 
-def knobs_of(name: str, num_tokens: int, args: argparse.Namespace) -> KernelKnobs:
-    """The table's, with what the command line changes."""
-    knobs = choose_knobs(name, num_tokens * args.top_k / args.experts)
-    return replace(knobs, **json.loads(args.knobs))
+def changed_knobs(knobs: KernelKnobs, changes: dict) -> KernelKnobs:
+    """A build with what the command line changes."""
+    lists = {name: tuple(value) for name, value in changes.items() if isinstance(value, list)}
+    return replace(knobs, **changes | lists)
+
+
+def moments(mega: MegaMoE, launch, args: argparse.Namespace) -> dict[str, list[float]]:
+    """Microseconds after the first CTA's start: first, median and last CTA at each moment."""
+    args.flush.sum()
+    launch()
+    torch.cuda.synchronize()
+    stamps = mega.stamps.cpu()
+    stamps = stamps[stamps[:, Moment.STARTED] > 0]
+    start = stamps[:, Moment.STARTED].min()
+    found = {}
+    for moment in Moment:
+        times = stamps[:, moment][stamps[:, moment] > 0].sort().values - start
+        if len(times):
+            found[moment.name] = [round(float(times[i]) / 1e3, 2) for i in (0, len(times) // 2, -1)]
+    return found
 
 
 def host_us(launch) -> float:
@@ -146,7 +167,10 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--max-sms", type=int)
-    parser.add_argument("--knobs", default="{}", help='JSON, e.g. {"stages": 4}')
+    parser.add_argument(
+        "--knobs", action="append", help='changes as JSON, e.g. {"stages": 4}; several: each'
+    )
+    parser.add_argument("--stamps", action="store_true", help="take time stamps in the kernel")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--commit", default=head(), help="what is measured, for the record")
     parser.add_argument("--out", type=Path, help="JSON file")
@@ -154,26 +178,29 @@ def main() -> None:
     args.flush = torch.randn(FLUSH_BYTES // 4, device="cuda")
     device, rate = torch.cuda.get_device_name(), read_rate(args.flush)
     print(f"{device}, torch.sum reads {rate:.3f} TB/s, commit {args.commit[:8]}")
-    cases = [(int(n), False) for n in args.tokens.split(",") if n]
-    cases += [(int(n), True) for n in args.skew.split(",") if n]
+    changes = [json.loads(text) for text in args.knobs or ["{}"]]
+    cases = [(int(n), False, c) for n in args.tokens.split(",") if n for c in changes]
+    cases += [(int(n), True, c) for n in args.skew.split(",") if n for c in changes]
     results = []
     for geometry in args.shape.split(","):
         for name in args.format.split(","):
             problem = Problem(name, geometry, args)
-            layers = [problem.layer(n) for n in {n for n, _ in cases}]
+            layers = [problem.layer(num_tokens, c) for num_tokens, _, c in cases]
             compile_all([layer.kernel_builds()[0] for layer in layers])
-            for num_tokens, is_skewed in track(cases, name, console=Console(stderr=True)):
-                result = problem.measure(num_tokens, is_skewed)
+            for case in track(cases, name, console=Console(stderr=True)):
+                result = problem.measure(*case)
                 results.append(result)
                 us = result["us"]
                 print(
-                    f"{name:9s} {geometry:8s} T {num_tokens:5d} {result['routing']:8s} "
+                    f"{name:9s} {geometry:8s} T {case[0]:5d} {result['routing']:8s} "
                     f"{us['median']:7.1f} us (min {us['min']:.1f}, p99 {us['p99']:.1f}) "
                     f"{result['tb_s']:.3f} TB/s {100 * result['tb_s'] / rate:.1f} % "
                     f"{result['tflop_s']:.0f} TFLOP/s, host {result['host_us']:.1f} us, error "
-                    f"{result['term_error']:.5f}",
+                    f"{result['term_error']:.5f} {json.dumps(case[2]) if case[2] else ''}",
                     flush=True,
                 )
+                for moment, times in result.get("moments_us", {}).items():
+                    print(f"    {moment:8s} first, median, last CTA: {times}", flush=True)
             for layer in layers:
                 layer.destroy()
             del problem
