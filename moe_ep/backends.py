@@ -82,7 +82,7 @@ def supports(
     if misfit is not None:
         return Support(False, misfit)
     if isinstance(backend, MegaConfig):
-        return _supports_mega(device)
+        return _supports_mega(shape, weights_format, backend, device, **division)
     if isinstance(backend.comm, NcclEpConfig):
         return _supports_nccl_ep(shape, backend.comm, device, **division)
     if isinstance(backend.kernel, GroupedGemmConfig):
@@ -143,10 +143,26 @@ def _misfit(shape: MoEShape, weights_format: str) -> str | None:
     return None
 
 
-def _supports_mega(device: torch.device) -> Support:
+def _supports_mega(
+    shape: MoEShape,
+    weights_format: str,
+    config: MegaConfig,
+    device: torch.device,
+    *,
+    parallel: str,
+    num_ranks: int,
+) -> Support:
     if device.type != "cuda":
         return Support(False, f"needs NVIDIA GPUs of compute capability 9.0, device is {device}")
-    return Support(False, "the mega kernel is not built yet in this version")
+    from moe_ep.grouped_limits import device_misfit
+    from moe_ep.mega_limits import layer_misfit
+
+    misfit = device_misfit(device, "MegaConfig") or layer_misfit(
+        shape, weights_format, config, parallel=parallel, num_ranks=num_ranks
+    )
+    if misfit is not None:
+        return Support(False, misfit)
+    return Support(True, "the whole layer in one launch")
 
 
 def _supports_nccl_ep(

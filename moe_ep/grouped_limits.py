@@ -22,9 +22,9 @@ COMPUTE_CAPABILITY = (9, 0)
 MAX_TOP_K = 32
 
 
-def device_misfit(device: torch.device) -> str | None:
-    """Why the kernel cannot run on `device`."""
-    needed = "GroupedGemmConfig needs an NVIDIA GPU of compute capability 9.0"
+def device_misfit(device: torch.device, config: str = "GroupedGemmConfig") -> str | None:
+    """Why a kernel for Hopper, which `config` asks for, cannot run on `device`."""
+    needed = f"{config} needs an NVIDIA GPU of compute capability 9.0"
     if device.type != "cuda":
         return f"{needed}, device is {device}"
     if not torch.cuda.is_available():
@@ -33,7 +33,7 @@ def device_misfit(device: torch.device) -> str | None:
     if found != COMPUTE_CAPABILITY:
         return f"{needed}, {torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}"
     if find_spec("cutlass") is None:
-        return "GroupedGemmConfig needs nvidia-cutlass-dsl (pip install 'moe-ep[gpu]')"
+        return f"{config} needs nvidia-cutlass-dsl (pip install 'moe-ep[gpu]')"
     return None
 
 

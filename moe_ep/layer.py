@@ -18,7 +18,7 @@ from moe_ep.comm.group import EpGroup
 from moe_ep.comm.liveness import Liveness
 from moe_ep.comm.torch_transport import TorchTransport
 from moe_ep.comm.transport import LocalTransport, Transport
-from moe_ep.config import Backend, GroupedGemmConfig, SplitConfig
+from moe_ep.config import Backend, GroupedGemmConfig, MegaConfig, SplitConfig
 from moe_ep.fingerprint import agree, fingerprint
 from moe_ep.inputs import MoEInputs, check_inputs, check_tensor
 from moe_ep.megakernel.problem import MoEShape, owned_experts
@@ -81,7 +81,9 @@ class MoEEpLayer(torch.nn.Module):
                 parallel=weights.parallel,
                 num_ranks=self._group.num_ranks,
             )
-            kernel = _make_kernel(slots, weights, choice.backend)
+            kernel = None
+            if isinstance(choice.backend, SplitConfig):
+                kernel = _make_kernel(slots, weights, choice.backend)
             fields = fingerprint(
                 slots, weights, max_tokens_per_rank, choice.backend, self._group.device
             )
@@ -103,6 +105,14 @@ class MoEEpLayer(torch.nn.Module):
         self._liveness = (
             Liveness(self._group, layer_id, timeout_s) if self._group.num_ranks > 1 else None
         )
+        if isinstance(choice.backend, MegaConfig):
+            from moe_ep.mega import MegaBackend
+
+            self._backend = MegaBackend(
+                *(slots, weights, self._group, max_tokens_per_rank),
+                *(choice.backend.megakernel, timeout_s),
+            )
+            return
         if _runs_on_device(choice.backend, weights):
             from moe_ep.grouped import OneRankGrouped
 

@@ -1,0 +1,49 @@
+"""What the mega kernel takes: ranks, configuration, shape.
+
+Plain questions with a reason as answer, None where nothing stands against it; no kernel is loaded.
+"""
+
+from moe_ep.comm.errors import MoEEpConfigError
+from moe_ep.config import MegaConfig
+from moe_ep.megakernel.knobs import MAX_LOCAL_EXPERTS, KernelKnobs
+from moe_ep.megakernel.mega_moe import fit_spec, make_buckets, make_layout
+from moe_ep.megakernel.problem import MoEShape
+
+# Why the kernel is not offered to layers at all; None once tests/gpu/test_mega_layer.py has passed.
+PENDING: str | None = "the mega kernel has run on a GPU by itself, but not yet behind a layer"
+
+
+def layer_misfit(
+    shape: MoEShape, weights_format: str, config: MegaConfig, *, parallel: str, num_ranks: int
+) -> str | None:
+    """Why the kernel cannot run the layer, on whatever device."""
+    kernel = config.megakernel
+    if PENDING is not None:
+        return PENDING
+    if kernel.activations != "bf16":
+        return f"activations={kernel.activations!r} is not built yet; allowed: 'bf16'"
+    if not config.preprocess_weights:
+        return "preprocess_weights=False is not built yet; allowed: True"
+    if kernel.knobs is not None and not isinstance(kernel.knobs, KernelKnobs):
+        return f"knobs is {kernel.knobs!r}; allowed: None (chosen from the table) or KernelKnobs"
+    if parallel != "ep":
+        return f"parallel={parallel!r} is not built yet; allowed: 'ep'"
+    if num_ranks > 1:
+        return f"{num_ranks} ranks have not run on several GPUs yet; allowed: one rank"
+    if shape.num_experts > MAX_LOCAL_EXPERTS:
+        return f"a rank holds {shape.num_experts} experts; allowed: at most {MAX_LOCAL_EXPERTS}"
+    try:
+        buckets = make_buckets(weights_format, shape, 1 << 20, num_ranks)
+        layout = make_layout(shape, num_ranks, 1, buckets)
+        for knobs in [kernel.knobs] if kernel.knobs else [bucket.knobs for bucket in buckets]:
+            fit_spec(
+                shape=shape,
+                layout=layout,
+                knobs=knobs,
+                weights_format=weights_format,
+                has_bias13=True,
+                has_bias2=True,
+            )
+    except MoEEpConfigError as error:
+        return str(error)
+    return None

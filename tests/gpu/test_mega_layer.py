@@ -1,0 +1,127 @@
+"""The layer over the mega kernel: the bits of the split layer, and a whole life on the device.
+
+One H200: pytest tests/gpu/test_mega_layer.py.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+from layer_cases import make_inputs, make_weights
+
+from moe_ep import MegaConfig, MoEEpLayer, MoEInputs, MoEShape, SplitConfig, mega_limits
+from moe_ep.backends import supports
+from moe_ep.comm.errors import MoEEpConfigError, MoEEpStateError
+from moe_ep.config import GroupedGemmConfig, MegaKernelConfig
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+SHAPE = MoEShape(num_experts=16, top_k=4, hidden=512, intermediate=256)
+CAPACITY = 200
+SPLIT = SplitConfig(kernel=GroupedGemmConfig())
+
+
+def make_layer(backend, name: str = "nvfp4", seed: int = 0, **options) -> MoEEpLayer:
+    weights = make_weights(SHAPE, name, seed).to("cuda")
+    return MoEEpLayer(SHAPE, weights, max_tokens_per_rank=CAPACITY, backend=backend, **options)
+
+
+def on_gpu(num_tokens: int, seed: int = 1) -> MoEInputs:
+    inputs = make_inputs(SHAPE, num_tokens, seed, masked=0.1)
+    return MoEInputs(*(tensor.cuda() for tensor in vars(inputs).values()))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def offered():
+    """The layer is offered the kernel once these tests have passed."""
+    pending, mega_limits.PENDING = mega_limits.PENDING, None
+    yield
+    mega_limits.PENDING = pending
+
+
+@pytest.fixture(scope="module")
+def mega(offered) -> MoEEpLayer:
+    layer = make_layer(MegaConfig())
+    layer.warmup()
+    return layer
+
+
+def test_auto_takes_it_and_says_so():
+    assert supports(SHAPE, "nvfp4", "auto", "cuda").reason.startswith("mega")
+    layer = make_layer("auto")
+    assert isinstance(layer.backend, MegaConfig)
+    assert "mega runs: the whole layer in one launch" in layer.explain()
+    layer.destroy()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 7, 64, CAPACITY])
+def test_bits_are_those_of_the_split_layer(mega, num_tokens):
+    inputs, split = on_gpu(num_tokens), make_layer(SPLIT)
+    expected = split.forward(inputs)
+    assert torch.equal(mega.forward(inputs), expected)
+    assert torch.equal(mega.forward(inputs, max_tokens=num_tokens), expected)
+    split.destroy()
+
+
+def test_any_strides_and_ids_of_64_bits_are_taken(mega):
+    inputs = on_gpu(50)
+    expected = mega.forward(inputs)
+    strided = MoEInputs(
+        torch.stack([inputs.hidden_states] * 2, dim=1)[:, 1],
+        inputs.topk_ids.long().T.contiguous().T,
+        inputs.topk_weights.repeat(1, 2)[:, : SHAPE.top_k],
+    )
+    out = torch.empty(50, 2 * SHAPE.hidden, dtype=torch.bfloat16, device="cuda")[:, ::2]
+    assert mega.forward(strided, out=out) is out
+    assert torch.equal(out, expected)
+
+
+def test_a_graph_needs_a_warm_layer_and_follows_new_weights():
+    layer, inputs = make_layer(MegaConfig()), on_gpu(40)
+    out = torch.empty_like(inputs.hidden_states)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(MoEEpStateError, match="warm up first"), torch.cuda.graph(graph):
+        layer.forward(inputs, out=out)
+    layer.warmup()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer.forward(inputs, out=out)
+    graph.replay()
+    assert torch.equal(out, layer.forward(inputs))
+    other = make_weights(SHAPE, "nvfp4", seed=5).to("cuda")
+    layer.update_weights(other)
+    graph.replay()
+    fresh = make_layer(MegaConfig(), seed=5)
+    assert torch.equal(out, fresh.forward(inputs))
+    layer.destroy()
+    assert torch.equal(out, fresh.forward(inputs))
+
+
+def test_a_call_allocates_nothing_but_its_output(mega):
+    inputs = on_gpu(CAPACITY)
+    out = torch.empty_like(inputs.hidden_states)
+    mega.forward(inputs, out=out)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    for _ in range(10):
+        mega.forward(inputs, out=out)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def test_an_id_that_is_no_expert_is_raised_by_check_and_the_layer_works_on(mega):
+    inputs = on_gpu(9)
+    expected = mega.forward(inputs)
+    bad = inputs.topk_ids.clone()
+    bad[3, 1] = SHAPE.num_experts
+    mega.forward(MoEInputs(inputs.hidden_states, bad, inputs.topk_weights))
+    with pytest.raises(MoEEpConfigError, match=r"topk_ids\[3, 1\] was 16"):
+        mega.check()
+    assert torch.equal(mega.forward(inputs), expected)
+
+
+def test_fewer_sms_give_the_same_bits(mega):
+    inputs = on_gpu(30)
+    few = make_layer(MegaConfig(megakernel=MegaKernelConfig(max_sms=20)))
+    assert torch.equal(few.forward(inputs), mega.forward(inputs))
+    few.destroy()

@@ -1,0 +1,114 @@
+"""Which builds of the mega kernel a layer gets, and what it does not take, in plain integers."""
+
+import math
+
+import pytest
+
+from moe_ep import MegaConfig, MoEShape, mega_limits
+from moe_ep.comm.errors import MoEEpConfigError
+from moe_ep.config import MegaKernelConfig
+from moe_ep.megakernel.knobs import KNOB_TABLE, MAX_LOCAL_EXPERTS, MAX_SMEM_BYTES, choose_knobs
+from moe_ep.megakernel.mega_moe import fit_spec, make_buckets, make_layout, usual_rows
+from moe_ep.megakernel.problem import WEIGHT_FORMATS
+
+CAPACITIES = (1, 8, 98, 99, 512, 8192)
+
+
+def make_shape(**changes: int) -> MoEShape:
+    fields = {"num_experts": 32, "top_k": 8, "hidden": 7168, "intermediate": 2048} | changes
+    return MoEShape(**fields)
+
+
+def make_spec(name: str, knobs, shape: MoEShape, num_ranks: int = 1):
+    buckets = make_buckets(name, shape, 64, num_ranks)
+    layout = make_layout(shape, num_ranks, 64, buckets)
+    options = {"weights_format": name, "has_bias13": False, "has_bias2": False}
+    return fit_spec(shape=shape, layout=layout, knobs=knobs, **options)
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("num_ranks", [1, 8])
+def test_buckets_ascend_to_the_capacity(name, capacity, num_ranks):
+    buckets = make_buckets(name, make_shape(), capacity, num_ranks)
+    limits = [bucket.max_tokens for bucket in buckets]
+    assert limits == sorted(set(limits)) and limits[-1] == capacity
+    widths = [bucket.knobs.max_tile_width for bucket in buckets]
+    assert widths == sorted(widths)
+
+
+def test_nine_experts_in_ten_fit_one_tile_at_the_limit_of_a_build():
+    for row in KNOB_TABLE:
+        if math.isfinite(row.max_rows):
+            mean = usual_rows(row.max_rows)
+            assert mean + 1.5 * math.sqrt(mean) == pytest.approx(row.max_rows)
+    assert math.isinf(usual_rows(math.inf))
+
+
+def test_builds_of_one_layer_agree_where_every_region_lies():
+    """They share the memory, and ranks may launch different builds."""
+    shape = make_shape()
+    buckets = make_buckets("nvfp4", shape, 4096, 2)
+    specs = [make_spec("nvfp4", bucket.knobs, shape, 2) for bucket in buckets]
+    assert len({spec.layout.max_tile_width for spec in specs}) > 1
+    assert len({tuple(spec.layout.offsets.items()) for spec in specs}) == 1
+    assert len({spec.layout.counters for spec in specs}) == 1
+
+
+@pytest.mark.parametrize("row", KNOB_TABLE, ids=lambda row: f"{row.formats[0]}-{row.max_rows}")
+@pytest.mark.parametrize("num_experts", [1, 32, 256, MAX_LOCAL_EXPERTS])
+@pytest.mark.parametrize("hidden", [128, 2880, 7168, 8192])
+def test_every_build_fits_shared_memory_for_many_experts_and_wide_rows(row, num_experts, hidden):
+    for name in row.formats:
+        shape = make_shape(num_experts=num_experts, top_k=1, hidden=hidden)
+        spec = make_spec(name, row.knobs, shape)
+        assert spec.smem_bytes <= MAX_SMEM_BYTES
+        assert 2 <= spec.knobs.stages <= row.knobs.stages
+        assert spec.num_lent_stages < spec.knobs.stages
+        lent = max(spec.stage_weight_bytes, spec.stage_token_bytes) * spec.num_lent_stages
+        assert spec.num_lent_stages == 0 or lent >= spec.row_buffer_bytes
+
+
+def test_few_experts_keep_all_stages():
+    knobs = choose_knobs("nvfp4", 8)
+    assert make_spec("nvfp4", knobs, make_shape()).knobs == knobs
+
+
+@pytest.mark.parametrize("name", ["hidden", "intermediate"])
+def test_hidden_and_intermediate_are_multiples_of_16(name):
+    make_spec("bf16", choose_knobs("bf16", 8), make_shape(**{name: 528}))
+    with pytest.raises(MoEEpConfigError, match=f"{name} must be a multiple of 16"):
+        make_spec("bf16", choose_knobs("bf16", 8), make_shape(**{name: 536}))
+
+
+# ---- what a layer is told
+
+
+def reason(shape: MoEShape, config: MegaConfig | None = None, **division) -> str | None:
+    division = {"parallel": "ep", "num_ranks": 1} | division
+    return mega_limits.layer_misfit(shape, "nvfp4", config or MegaConfig(), **division)
+
+
+@pytest.fixture
+def offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mega_limits, "PENDING", None)
+
+
+def test_a_layer_is_not_offered_it_before_it_ran_there():
+    assert "not yet behind a layer" in reason(make_shape())
+
+
+@pytest.mark.usefixtures("offered")
+def test_each_limit_is_named_at_one_past_it():
+    assert reason(make_shape(num_experts=MAX_LOCAL_EXPERTS)) is None
+    assert "at most 384" in reason(make_shape(num_experts=MAX_LOCAL_EXPERTS + 1))
+    assert reason(make_shape(top_k=32)) is None
+    assert "top_k must be at most 32" in reason(make_shape(num_experts=64, top_k=33))
+    assert "hidden must be a multiple of 16" in reason(make_shape(hidden=7176))
+    assert "2 ranks" in reason(make_shape(), num_ranks=2)
+    assert "parallel='tp'" in reason(make_shape(), parallel="tp")
+    fp8 = MegaConfig(megakernel=MegaKernelConfig(activations="fp8"))
+    assert "activations='fp8'" in reason(make_shape(), fp8)
+    auto = MegaConfig(megakernel=MegaKernelConfig(knobs="auto"))
+    assert "knobs is 'auto'" in reason(make_shape(), auto)
+    assert "preprocess_weights" in reason(make_shape(), MegaConfig(preprocess_weights=False))
