@@ -62,6 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw them (needs matplotlib)")
     parser.add_argument(
+        "--comm",
+        action="store_true",
+        help="instead: the transports alone, tokens out and terms back",
+    )
+    parser.add_argument(
         "--cpu-ratio",
         action="store_true",
         help="instead: the CPU layer's time over that of its FP32 matmuls alone",
@@ -80,6 +85,14 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.ranks > 1 and not torchrun.is_worker():
         return torchrun.start(args, args.ranks)
+    if args.comm:
+        from moe_ep.launch import bench_comm
+
+        with bootstrap.session() as group:
+            results = bench_comm.run(args, group)
+            if group.rank == 0:
+                bench_comm.report(args, results)
+        return 0
     with bootstrap.session() as group:
         record = bench_on_rank(args, group)
     if group.rank == 0:

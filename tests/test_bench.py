@@ -9,7 +9,7 @@ import torch
 
 from moe_ep import EpGroup, MoEInputs, MoEShape, MoEWeights
 from moe_ep.comm.errors import MoEEpConfigError
-from moe_ep.launch import bench, cli, cpu_ratio, peaks, spawn, torchrun
+from moe_ep.launch import bench, bench_comm, cli, cpu_ratio, peaks, spawn, torchrun
 from moe_ep.launch.geometries import GEOMETRIES, geometry
 from moe_ep.reference import moe_reference
 
@@ -172,3 +172,29 @@ def test_gpu_bench_checks_values_and_stays_under_the_peaks(tmp_path):
     for result in json.loads(path.read_text())["results"]:
         assert 0 < result["memory_share"] < 1
         assert 0 < result["matmul_share"] < 1
+
+
+def test_the_transports_are_timed_alone_over_real_ranks(tmp_path, capfd):
+    path = tmp_path / "comm.json"
+    words = ["--comm", "--ranks", "2", "--tokens", "1", "7", "--iterations", "3"]
+    assert cli.main(["bench", *words, "--json", str(path)]) == 0
+    results = json.loads(path.read_text())["results"]
+    assert [(r["transport"], r["tokens_per_rank"]) for r in results] == [("torch", 1), ("torch", 7)]
+    for result in results:
+        assert 0 < result["dispatch_us"] and 0 < result["combine_us"]
+        # 4 slots of 256 BF16 come back to each token.
+        num_bytes = result["tokens_per_rank"] * 4 * 512
+        assert result["combine_gb_s"] == pytest.approx(num_bytes / result["combine_us"] / 1e3)
+        assert result["dispatch_gb_s"] * result["dispatch_us"] <= num_bytes / 1e3
+    assert "dispatch us" in capfd.readouterr().out
+
+
+def test_transports_need_something_to_move():
+    with pytest.raises(MoEEpConfigError, match="nothing to move"):
+        bench_comm.run(parse(["--comm"]), CPU)
+
+
+def test_wrong_values_of_a_transport_end_its_bench():
+    x = torch.ones(2, 3, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="torch transport: wrong values"):
+        bench_comm.check_equal("torch", x, 2 * x)
