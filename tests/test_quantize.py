@@ -332,6 +332,19 @@ def test_an_allowed_nan_decodes_to_nan_and_spoils_its_block_alone(spec, dtype):
     assert torch.equal(got[outside], want[outside])
 
 
+@pytest.mark.parametrize("format_name", BLOCKS)
+def test_an_allowed_inf_saturates_or_stays_but_never_shrinks(format_name):
+    x = torch.randn(128, 256).bfloat16()
+    x[3, 40] = -math.inf
+    got = dequantize(quantize(x, format_name, allow_nonfinite=True))[3, 40]
+    if format_name == "nvfp4":  # S = 1: the largest code times the largest scale factor
+        assert got == -6 * 448
+    elif format_name.startswith("mx"):
+        assert got == -math.inf
+    else:
+        assert got.isnan()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -394,6 +407,25 @@ def test_chunks_leave_no_trace(format_name, monkeypatch):
     chunked = quantize(x, format_name)
     assert torch.equal(whole.codes.view(torch.uint8), chunked.codes.view(torch.uint8))
     assert torch.equal(whole.sf.view(torch.uint8), chunked.sf.view(torch.uint8))
+
+
+@pytest.mark.parametrize("num_threads", [2, 3])
+@pytest.mark.parametrize("format_name", BLOCKS)
+def test_threads_leave_no_trace_and_keep_torchs_setting(format_name, num_threads, monkeypatch):
+    x = wide_range(300, 512)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    alone = quantize(x, format_name)
+    monkeypatch.setitem(quantize.__globals__["_ELEMENTS_PER_CHUNK"], "cpu", 4096)
+    torch.set_num_threads(num_threads)
+    try:
+        with torch.inference_mode():
+            together = quantize(x, format_name)
+        assert torch.get_num_threads() == num_threads
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(alone.codes.view(torch.uint8), together.codes.view(torch.uint8))
+    assert torch.equal(dequantize(alone), dequantize(together))
 
 
 # Training
