@@ -79,7 +79,7 @@ setup_install() {  # extra
             echo "    The gpu extra needs torch 2.14.1 or newer and is left out: GPU kernels will" \
                 'not run. To have them: pip install -e ".[gpu]"' >&2
         fi
-        echo "    To download: about 0.4 GB" >&2
+        echo "    To download: up to 0.4 GB" >&2
     elif [[ $has_gpu ]]; then
         extras=$extra,gpu
         echo "==> To download: about 4 GB (torch for CUDA); 10 GB on disk" >&2
