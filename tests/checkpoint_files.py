@@ -18,16 +18,9 @@ SHAPE = MoEShape(num_experts=8, top_k=2, hidden=256, intermediate=128)
 PREFIX = "model.layers.3.mlp.experts"
 NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 W_NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
-FORMATS = (
-    "hf",
-    "hf_fused",
-    "gpt_oss",
-    "modelopt_nvfp4",
-    "compressed_tensors_nvfp4",
-    "deepseek_fp8",
-    "deepseek_mxfp4",
-    "gpt_oss_mxfp4",
-)
+PER_EXPERT = ("hf", "modelopt_nvfp4", "compressed_tensors_nvfp4", "deepseek_fp8", "deepseek_mxfp4")
+FUSED = ("hf_fused", "gpt_oss", "gpt_oss_mxfp4")
+FORMATS = PER_EXPERT + FUSED
 WEIGHTS_FORMATS = {
     "hf": "bf16",
     "hf_fused": "bf16",
@@ -78,7 +71,7 @@ def make(
         ]
         stored[matrix] = [tensors for tensors, _ in made]
         written.values[matrix] = [values for _, values in made]
-    if fmt in ("hf_fused", "gpt_oss", "gpt_oss_mxfp4"):
+    if fmt in FUSED:
         _fuse(fmt, shape, stored, written, generator)
         return written
     for matrix, experts in stored.items():

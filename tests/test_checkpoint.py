@@ -10,7 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_files import FORMATS, PREFIX, SHAPE, W_NAMES, WEIGHTS_FORMATS, make, save
+from checkpoint_files import (
+    FORMATS,
+    FUSED,
+    PER_EXPERT,
+    PREFIX,
+    SHAPE,
+    W_NAMES,
+    WEIGHTS_FORMATS,
+    make,
+    save,
+)
 from safetensors.torch import save_file
 
 import moe_ep
@@ -18,8 +28,6 @@ from moe_ep import MoEShape, MoEWeights
 from moe_ep.checkpoint import Checkpoint
 from moe_ep.comm.errors import MoEEpConfigError
 
-PER_EXPERT = ("hf", "modelopt_nvfp4", "compressed_tensors_nvfp4", "deepseek_fp8", "deepseek_mxfp4")
-FUSED = ("hf_fused", "gpt_oss", "gpt_oss_mxfp4")
 DIVISIBLE = tuple(fmt for fmt in FORMATS if fmt != "deepseek_fp8")  # I is one block of 128
 GPT_OSS = dataclasses.replace(SHAPE, activation="gpt_oss")
 
