@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -196,20 +196,9 @@ def load(
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     fmt = checkpoint_format(format, gate_up_order)
     prefix, names = checkpoint.find_experts(layer)
-    form = _form(shape, fmt, expert_map).shard(parallel, rank, num_ranks)
+    form = meta_weights(shape, fmt, expert_map).shard(parallel, rank, num_ranks)
     experts = expert_map.logical_of(form.expert_ids) if expert_map else form.expert_ids
-    try:
-        expected = expected_tensors(
-            fmt, form, shape.num_experts, experts, find_projections(fmt, names)
-        )
-        check_names(fmt, expected, names)
-    except MoEEpConfigError as error:
-        raise MoEEpConfigError(f"{prefix} in {checkpoint.path}: {error}") from None
-    wanted = {f"{prefix}.{name}": tensor for name, tensor in expected.items() if tensor.pieces}
-    for name in sorted(wanted, key=checkpoint.files.get):
-        if misfit := wanted[name].misfit(*checkpoint.header(name)):
-            raise MoEEpConfigError(f"{name} {misfit}")
-
+    wanted = check_tensors(checkpoint, prefix, names, fmt, form, shape.num_experts, experts)
     tensors = {n: torch.empty_like(t, device=device) for n, t in form.tensors.items()}
     bytes_before = checkpoint.bytes_read
     with _byte_progress(f"loading {prefix}", form.num_bytes, is_shown=rank == 0) as advance:
@@ -228,8 +217,34 @@ def load(
         raise MoEEpConfigError(f"{prefix} in {checkpoint.path}: {error}") from None
 
 
-def check_names(fmt: CheckpointFormat, expected: Mapping[str, Expected], names: list[str]) -> None:
-    """Raise `MoEEpConfigError` unless `names` are those of the format: none less, none more."""
+def check_tensors(
+    checkpoint: Checkpoint,
+    prefix: str,
+    names: list[str],
+    fmt: CheckpointFormat,
+    form: MoEWeights,
+    num_experts: int,
+    experts: Sequence[int],
+) -> dict[str, Expected]:
+    """Full name -> what `form`, whose experts are these of the checkpoint, reads of that tensor.
+
+    Raises `MoEEpConfigError` unless `names` are those of the format, none less and none more, and
+    what is read has the format's shapes and dtypes. Headers alone are looked at.
+    """
+    try:
+        projections = find_projections(fmt, names)
+        expected = expected_tensors(fmt, form, num_experts, experts, projections)
+        _check_names(fmt, expected, names)
+    except MoEEpConfigError as error:
+        raise MoEEpConfigError(f"{prefix} in {checkpoint.path}: {error}") from None
+    wanted = {f"{prefix}.{name}": tensor for name, tensor in expected.items() if tensor.pieces}
+    for name in sorted(wanted, key=checkpoint.files.get):
+        if misfit := wanted[name].misfit(*checkpoint.header(name)):
+            raise MoEEpConfigError(f"{name} {misfit}")
+    return wanted
+
+
+def _check_names(fmt: CheckpointFormat, expected: Mapping[str, Expected], names: list[str]) -> None:
     missing = [n for n, t in expected.items() if not t.is_optional and n not in set(names)]
     extra = sorted(set(names) - expected.keys())
     if not missing and not extra:
@@ -270,7 +285,9 @@ def fitting_format(names: list[str]) -> str | None:
     return None
 
 
-def _form(shape: MoEShape, fmt: CheckpointFormat, expert_map: ExpertMap | None) -> MoEWeights:
+def meta_weights(
+    shape: MoEShape, fmt: CheckpointFormat, expert_map: ExpertMap | None = None
+) -> MoEWeights:
     """All experts of the layer on the meta device: dtypes and shapes without bytes."""
     e = slots_shape(shape, expert_map).num_experts
     halves, h, i = shape.num_fc1_halves, shape.hidden, shape.intermediate

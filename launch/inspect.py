@@ -1,0 +1,201 @@
+"""`moe-ep inspect`: the experts of a checkpoint, layer by layer, and whether a layer can run them.
+
+Names, dtypes and shapes are read from the files' headers; `moe_ep.load` looks at the values. The
+format printed is the one whose kinds of tensors are all there and no others; name it to `load`.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.progress import track
+
+from moe_ep.backends import supports
+from moe_ep.checkpoint import (
+    Checkpoint,
+    check_tensors,
+    fitting_format,
+    layer_number,
+    meta_weights,
+)
+from moe_ep.checkpoint_formats import (
+    CHECKPOINT_FORMATS,
+    CheckpointFormat,
+    find_projections,
+)
+from moe_ep.comm.errors import MoEEpConfigError
+from moe_ep.launch.estimate import format_bytes
+from moe_ep.megakernel.problem import MoEShape
+from moe_ep.weights import PARALLEL_MODES
+
+_PROGRESS_MIN_TENSORS = 20_000  # about two seconds
+_NUM_EXAMPLES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsReport:
+    """One experts module. Sizes are None where the names fit no format; `reason` is why it runs, by
+    which backend, or why not. `num_bytes` is of the weights of rank 0."""
+
+    name: str
+    layer: int | None
+    num_tensors: int
+    format: str | None = None
+    weights_format: str | None = None
+    num_experts: int | None = None
+    hidden: int | None = None
+    intermediate: int | None = None
+    is_gated: bool | None = None
+    has_bias: bool | None = None
+    num_bytes: int | None = None
+    can_run: bool = False
+    reason: str = ""
+
+
+def examine(
+    checkpoint: Checkpoint, device: str = "cpu", parallel: str = "ep", num_ranks: int = 1
+) -> list[ExpertsReport]:
+    """Every experts module of a checkpoint, in order of layer."""
+    modules = sorted(checkpoint.experts().items(), key=lambda item: layer_number(item[0]) or 0)
+    is_long = sum(len(names) for _, names in modules) >= _PROGRESS_MIN_TENSORS
+    top_k = _top_k(checkpoint.path)
+    return [
+        _examine_module(checkpoint, name, names, top_k, device, parallel, num_ranks)
+        for name, names in track(modules, "reading headers", transient=True, disable=not is_long)
+    ]
+
+
+def _examine_module(
+    checkpoint: Checkpoint,
+    name: str,
+    names: list[str],
+    top_k: int,
+    device: str,
+    parallel: str,
+    num_ranks: int,
+) -> ExpertsReport:
+    found = {"name": name, "layer": layer_number(name), "num_tensors": len(names)}
+    fmt_name = fitting_format(names)
+    if fmt_name is None:
+        examples = ", ".join(sorted(names)[:_NUM_EXAMPLES])
+        reason = f"no known format has such names ({examples}); known: "
+        return ExpertsReport(**found, reason=reason + ", ".join(CHECKPOINT_FORMATS))
+    fmt = CHECKPOINT_FORMATS[fmt_name]
+    found |= {"format": fmt.name, "weights_format": fmt.weights_format, "has_bias": fmt.has_bias}
+    try:
+        shape = _shape(checkpoint, name, names, fmt, top_k)
+        found |= {
+            "num_experts": shape.num_experts,
+            "hidden": shape.hidden,
+            "intermediate": shape.intermediate,
+            "is_gated": shape.activation.is_gated,
+        }
+        form = meta_weights(shape, fmt)
+        check_tensors(checkpoint, name, names, fmt, form, form.num_experts, form.expert_ids)
+        found["num_bytes"] = form.shard(parallel, 0, num_ranks).num_bytes
+    except MoEEpConfigError as error:
+        return ExpertsReport(**found, reason=str(error))
+    support = supports(
+        shape, fmt.weights_format, "auto", device, parallel=parallel, num_ranks=num_ranks
+    )
+    return ExpertsReport(**found, can_run=support.ok, reason=support.reason)
+
+
+def _shape(
+    checkpoint: Checkpoint, prefix: str, names: list[str], fmt: CheckpointFormat, top_k: int
+) -> MoEShape:
+    """What the names and the down matrix's shape say, by the rules of the format."""
+    gate, _, down = find_projections(fmt, names)
+    part = next(part for part in fmt.parts if part.kind == "codes")
+    if fmt.is_fused:
+        down_name, is_gated = down + part.suffix, True
+    else:
+        experts = {int(expert) for name in names if (expert := name.partition(".")[0]).isdecimal()}
+        down_name = f"{min(experts)}.{down}.{part.suffix}"
+        is_gated = any(f".{gate}." in name for name in names)
+    if down_name not in names:
+        raise MoEEpConfigError(f"{prefix}.{down_name}: missing")
+    stored, _ = checkpoint.header(f"{prefix}.{down_name}")
+    num_dims = 2 + fmt.is_fused + (part.chunk > 0)
+    if len(stored) != num_dims:
+        raise MoEEpConfigError(
+            f"{prefix}.{down_name} has {len(stored)} dimensions; allowed: {num_dims}"
+        )
+    num_experts = stored[0] if fmt.is_fused else max(experts) + 1
+    hidden, cols = stored[1:3] if fmt.is_fused else stored
+    if fmt.is_transposed:
+        hidden, cols = cols, hidden
+    return MoEShape(
+        num_experts=num_experts,
+        top_k=min(top_k, num_experts),
+        hidden=hidden,
+        intermediate=cols * part.block[1] * (part.chunk or 1),
+        activation="swiglu" if is_gated else "relu2",
+    )
+
+
+def _top_k(path: Path) -> int:
+    """Of the model's config.json, else 1: what is printed does not depend on it, limits may."""
+    file = path / "config.json"
+    if not file.is_file():
+        return 1
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise MoEEpConfigError(f"{file} is not JSON: {error}") from None
+    config = config.get("text_config", config)
+    return int(config.get("num_experts_per_tok") or 1)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", type=Path, help="folder of safetensors shards, or one file")
+    parser.add_argument("--ranks", type=int, default=1, help="EP size (default: 1)")
+    parser.add_argument("--parallel", choices=PARALLEL_MODES, default="ep")
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="where it would run (default: what this machine has)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 if every layer with experts can run, else 1."""
+    checkpoint = Checkpoint(args.path)
+    reports = examine(checkpoint, args.device, args.parallel, args.ranks)
+    if not reports:
+        raise MoEEpConfigError(f"path {args.path} holds no '...experts.' tensors")
+    if args.json:
+        print(json.dumps([asdict(report) for report in reports], indent=2))
+    else:
+        _print_table(args, reports)
+    return 0 if all(report.can_run for report in reports) else 1
+
+
+def _print_table(args: argparse.Namespace, reports: Sequence[ExpertsReport]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(
+        title=f"experts of {escape(str(args.path))}, rank 0 of {args.ranks}, {args.parallel}",
+        caption="From headers alone: moe_ep.load looks at the values of scales.",
+        title_justify="left",
+    )
+    for heading in ("layer", "format", "weights", "E", "H", "I", "per rank", "runs", "why"):
+        table.add_column(heading, overflow="fold")
+    for report in reports:
+        sizes = (report.num_experts, report.hidden, report.intermediate)
+        table.add_row(
+            escape(report.name) if report.layer is None else str(report.layer),
+            report.format or "-",
+            (report.weights_format or "-") + (", bias" if report.has_bias else ""),
+            *("-" if size is None else str(size) for size in sizes),
+            "-" if report.num_bytes is None else format_bytes(report.num_bytes),
+            "[green]yes" if report.can_run else "[yellow]no",
+            escape(report.reason),
+        )
+    Console().print(table)
