@@ -1,82 +1,179 @@
-"""What NCCL-EP (`nccl.ep` of nccl-extensions) can carry, asked before anything is allocated.
+"""Tokens over NCCL-EP (`nccl.ep` of nccl-extensions), each (token, slot) as a row of its own.
 
-NCCL-EP checks its limits by stopping the process, or while it compiles a kernel. These are the
-limits that the headers and checks of 0.1.0 state.
+    dispatch   headers over torch.distributed, as `TorchTransport`; then T * K rows as tokens that
+               have one expert each
+    combine    each row back to where it came from. With one expert a row nothing is summed on the
+               way, so that the owner sums in slot order (`exact_combine`)
+
+Low latency receives rank-major, [R, C * K, H] and a count for each source rank; high throughput
+flat, [R * C * K, H] and one count. C: most tokens of a rank, other letters as in
+`comm/transport.py`. What does not fit is refused by `nccl_ep_limits.py`.
 """
 
-import os
-import shutil
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-LEAST_NCCL = (2, 30, 4)
-MAX_RANKS = 64
-MAX_LOCAL_EXPERTS = 1024
-MAX_HIDDEN = 16384
-HIDDEN_MULTIPLE = {"ll": 256, "ht": 8}  # elements of BF16
-MAX_TOP_K = {"ll": 31, "ht": 32}  # a warp for each slot; "ll" keeps one of 32 to count
-HT_EXPERTS_MULTIPLE = 4
+from moe_ep.comm.errors import MoEEpTransportError
+from moe_ep.comm.group import EpGroup
+from moe_ep.comm.rendezvous import exchange_records
+from moe_ep.comm.torch_transport import TorchTransport
+from moe_ep.comm.transport import Outgoing, Received
 
 
-def layer_misfit(
-    mode: str, *, hidden: int, top_k: int, num_experts: int, num_ranks: int
-) -> str | None:
-    """Why NCCL-EP cannot carry such a layer, naming value and limit; None where it can.
+@dataclass(frozen=True)
+class _Route:
+    """What `combine` needs of its `dispatch`.
 
-    mode   "ll" (low latency) or "ht" (high throughput)
+    handle       NCCL-EP's own
+    row_idx_N    place of each received row in the buffer that it came in
+    num_tokens   T of this rank
     """
-    multiple = HIDDEN_MULTIPLE[mode]
-    if num_ranks > MAX_RANKS:
-        return f"NCCL-EP joins at most {MAX_RANKS} ranks, got {num_ranks}"
-    if hidden % multiple or hidden > MAX_HIDDEN:
-        return (
-            f"NCCL-EP mode {mode!r} takes a hidden that is a multiple of {multiple} and at most "
-            f"{MAX_HIDDEN}, got {hidden}"
+
+    handle: Any
+    row_idx_N: torch.Tensor
+    num_tokens: int
+
+
+class NcclEpTransport:
+    """`mode` is "ll" (low latency) or "ht" (high throughput). Collective.
+
+    control   agrees with the other ranks on each call and names lost ones; not otherwise used
+
+    Raises `MoEEpTransportError` where NCCL or NCCL-EP refuses the group.
+    """
+
+    def __init__(
+        self,
+        group: EpGroup,
+        control: TorchTransport,
+        *,
+        mode: str,
+        hidden: int,
+        top_k: int,
+        num_experts: int,
+        max_tokens_per_rank: int,
+        timeout_s: float,
+    ) -> None:
+        from nccl import core, ep
+
+        self._ep = ep
+        self._group, self._control, self._is_ll = group, control, mode == "ll"
+        self._hidden, self._top_k = hidden, top_k
+        self._first_expert = group.rank * (num_experts // group.num_ranks)
+        self._rows_per_rank = max_tokens_per_rank * top_k
+        self._num_rows = group.num_ranks * self._rows_per_rank
+        algorithms = ep.Algorithm
+        config = ep.GroupConfig(
+            algorithm=algorithms.LOW_LATENCY if self._is_ll else algorithms.HIGH_THROUGHPUT,
+            num_experts=num_experts,
+            max_dispatch_tokens_per_rank=self._rows_per_rank,
+            max_recv_tokens_per_rank=0 if self._is_ll else self._num_rows,
+            max_token_bytes=2 * hidden,
+            timeout_ns=int(timeout_s * 1e9),
         )
-    if top_k > MAX_TOP_K[mode]:
-        return f"NCCL-EP mode {mode!r} takes a top_k of at most {MAX_TOP_K[mode]}, got {top_k}"
-    if num_experts % num_ranks:
-        return f"NCCL-EP needs equally many experts on {num_ranks} ranks, got {num_experts}"
-    if num_experts // num_ranks > MAX_LOCAL_EXPERTS:
-        return (
-            f"NCCL-EP takes at most {MAX_LOCAL_EXPERTS} experts a rank, got "
-            f"{num_experts // num_ranks}"
+        unique_id = core.get_unique_id().as_bytes.hex() if group.rank == 0 else ""
+        _, texts = exchange_records(group, "nccl_ep/unique_id", unique_id, timeout_s)
+        first_id = core.UniqueId.from_bytes(bytes.fromhex(texts[0]))
+        try:
+            self._communicator = core.Communicator.init(group.num_ranks, group.rank, first_id)
+            self._ep_group = ep.Group.create(self._communicator, config)
+        except Exception as error:  # the two bindings have families of their own
+            raise MoEEpTransportError(f"NCCL-EP refuses the group: {error}") from error
+
+    def dispatch(self, outgoing: Outgoing | None, refusal: str | None = None) -> Received:
+        self._control.agree_on_call(outgoing, refusal)
+        rows_SH, ids_S1 = rows_of(outgoing)
+        handle, received, received_ids, counts = self._send(rows_SH, ids_S1)
+        row_idx_N = filled_rows(counts, self._num_rows // len(counts))
+        return Received(
+            x_NH=received[row_idx_N],
+            topk_ids_NK=received_ids[row_idx_N] + self._first_expert,
+            topk_weights_NK=None,
+            route=_Route(handle, row_idx_N, len(outgoing.x_TH)),
         )
-    if mode == "ht" and num_experts % HT_EXPERTS_MULTIPLE:
-        return (
-            f"NCCL-EP mode 'ht' needs a multiple of {HT_EXPERTS_MULTIPLE} experts, got "
-            f"{num_experts}"
+
+    def combine(self, rows: torch.Tensor, received: Received) -> torch.Tensor:
+        ep, route = self._ep, received.route
+        buffer = rows.new_zeros(self._num_rows, self._hidden)
+        buffer[route.row_idx_N] = rows
+        num_slots = route.num_tokens * self._top_k
+        out = rows.new_empty(max(num_slots, 1), self._hidden)
+        route.handle.combine(
+            ep.CombineInputs(tokens=ep.Tensor(buffer.view(*self._shape(), -1))),
+            ep.CombineOutputs(tokens=ep.Tensor(out)),
+            stream=torch.cuda.current_stream().cuda_stream,
         )
-    return None
+        # Buffers and handle are used by the stream until then.
+        torch.cuda.current_stream().synchronize()
+        route.handle.destroy()
+        return out[:num_slots].view(route.num_tokens, self._top_k, self._hidden)
 
+    def destroy(self) -> None:
+        if self._ep_group is not None:
+            self._ep_group.destroy()
+            self._communicator.abort()
+            self._ep_group = None
 
-def library_misfit() -> str | None:
-    """What this machine lacks to load NCCL-EP and to compile its kernels, or None."""
-    try:
-        version("nccl-extensions")
-    except PackageNotFoundError:
-        return "nccl-extensions is not installed (pip install 'moe-ep[nccl-ep]')"
-    loaded = torch.cuda.nccl.version()
-    if loaded < LEAST_NCCL:
-        return (
-            f"torch has loaded NCCL {_dotted(loaded)}, NCCL-EP needs {_dotted(LEAST_NCCL)} or "
-            "newer: install torch 2.14.1 or newer, or preload a newer libnccl.so.2"
+    def _shape(self) -> tuple[int, ...]:
+        """Leading dimensions of what is received."""
+        if self._is_ll:
+            return self._group.num_ranks, self._rows_per_rank
+        return (self._num_rows,)
+
+    def _send(
+        self, rows_SH: torch.Tensor, ids_S1: torch.Tensor
+    ) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Handle; received rows [R * C * K, H] and their local experts [R * C * K, 1]; how many
+        came, [R] (ll) or [1] (ht)."""
+        ep, is_ll, device = self._ep, self._is_ll, self._group.device
+        stream = torch.cuda.current_stream().cuda_stream
+        ids_dtype = torch.int32 if is_ll else torch.int64
+        received = torch.empty(self._num_rows, self._hidden, dtype=torch.bfloat16, device=device)
+        received_ids = torch.empty(self._num_rows, 1, dtype=ids_dtype, device=device)
+        received_weights = torch.empty(self._num_rows, 1, dtype=torch.float32, device=device)
+        num_counts = self._group.num_ranks if is_ll else 1
+        counts = torch.zeros(num_counts, dtype=torch.int32, device=device)
+        info = {"recv_topk_idx_kind": ep.ExpertIdKind.LOCAL}
+        if is_ll:
+            layout, at_handle = ep.Layout.RANK_MAJOR, None
+            at_dispatch = ep.LayoutInfo(src_rank_counters=ep.Tensor(counts), **info)
+        else:
+            layout, at_dispatch = ep.Layout.FLAT, None
+            at_handle = ep.LayoutInfo(recv_total_counter=ep.Tensor(counts), **info)
+        handle = self._ep_group.create_handle(
+            layout, ep.Tensor(ids_S1), layout_info=at_handle, stream=stream
         )
-    if _nvcc() is None:
-        return (
-            "NCCL-EP compiles its kernels at run time and finds no nvcc: install the CUDA toolkit "
-            "or name it in NCCL_EP_JIT_NVCC"
+        weights_S1 = torch.ones(ids_S1.shape, dtype=torch.float32, device=device)
+        handle.dispatch(
+            ep.DispatchInputs(tokens=ep.Tensor(rows_SH), topk_weights=ep.Tensor(weights_S1)),
+            ep.DispatchOutputs(
+                tokens=ep.Tensor(received.view(*self._shape(), -1)),
+                topk_weights=ep.Tensor(received_weights.view(*self._shape(), 1)),
+                topk_idx=ep.Tensor(received_ids.view(*self._shape(), 1)),
+            ),
+            layout_info=at_dispatch,
+            stream=stream,
         )
-    return None
+        return handle, received, received_ids, counts
 
 
-def _dotted(numbers: tuple[int, ...]) -> str:
-    return ".".join(map(str, numbers))
+def rows_of(outgoing: Outgoing) -> tuple[torch.Tensor, torch.Tensor]:
+    """A row [S, H] and an id [S, 1] int64 for each slot, S = T * K; -1 for a masked one, which is
+    sent nowhere. A rank without tokens has one masked row, as NCCL-EP takes no empty tensors."""
+    num_tokens, top_k = outgoing.topk_ids_TK.shape
+    if num_tokens == 0:
+        x = outgoing.x_TH
+        return x.new_zeros(1, x.shape[1]), torch.full((1, 1), -1, device=x.device)
+    rows_SH = outgoing.x_TH.repeat_interleave(top_k, 0)
+    return rows_SH, outgoing.topk_ids_TK.clamp(min=-1).long().reshape(-1, 1)
 
 
-def _nvcc() -> str | None:
-    named = os.environ.get("NCCL_EP_JIT_NVCC") or os.environ.get("NVCC")
-    home = os.environ.get("CUDA_HOME")
-    return shutil.which(named or (Path(home, "bin", "nvcc") if home else "nvcc"))
+def filled_rows(counts: torch.Tensor, rows_per_part: int) -> torch.Tensor:
+    """Indices of the rows that came, in a buffer of equal parts that fill from their start.
+
+    counts   [parts] rows of each part
+    """
+    row = torch.arange(rows_per_part, device=counts.device)
+    return (row < counts[:, None]).flatten().nonzero().squeeze(1)

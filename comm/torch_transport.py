@@ -119,6 +119,14 @@ class TorchTransport:
             x_NH=x_NH, topk_ids_NK=topk_ids_NK, topk_weights_NK=topk_weights_NK, route=route
         )
 
+    def agree_on_call(self, outgoing: Outgoing | None, refusal: str | None = None) -> None:
+        """The part of `dispatch` before any token moves, for a transport that moves them itself:
+        every rank is in this call, none refuses it and the bounds are equal, or all raise."""
+        self._step += 1
+        none_yet = [0] * self._group.num_ranks
+        status, bound = (_REFUSED, 0) if outgoing is None else (_OK, outgoing.bound)
+        self._exchange_headers(status, bound, none_yet, none_yet, refusal)
+
     def combine(self, rows: torch.Tensor, received: Received) -> torch.Tensor:
         route = received.route
         back = rows.new_empty(sum(route.rows_back), self._hidden)

@@ -4,8 +4,8 @@
     fused   the mega kernel's dispatch and combine as a kernel of their own; GPUs. Its terms are the
             tokens themselves; combine is what the round trip takes more than the dispatch
 
-Ranks start together and the slowest counts, as in `bench.py`; wrong values end the bench. GB/s count
-what a rank sends and receives on average, BF16: a token once for each rank that it goes to
+Ranks start together and the slowest counts, as in `bench.py`; wrong values end the bench. GB/s
+count what a rank sends and receives on average, BF16: a token once for each rank that it goes to
 (dispatch), a term for each slot (combine).
 """
 

@@ -177,7 +177,7 @@ def _supports_nccl_ep(
         return Support(False, f"NCCL-EP needs NVIDIA GPUs, device is {device}")
     if parallel != "ep":
         return Support(False, f"NCCL-EP divides experts over ranks, parallel is {parallel!r}")
-    from moe_ep.comm.nccl_ep import layer_misfit, library_misfit
+    from moe_ep.comm.nccl_ep_limits import layer_misfit, library_misfit
 
     misfit = layer_misfit(
         comm.mode,
@@ -189,7 +189,7 @@ def _supports_nccl_ep(
     misfit = misfit or library_misfit()
     if misfit is not None:
         return Support(False, misfit)
-    return Support(False, "the NCCL-EP transport is not built yet in this version")
+    return Support(False, "the NCCL-EP transport is not offered before it has run on GPUs")
 
 
 def _supports_grouped(

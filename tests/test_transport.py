@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_ep.comm import nccl_ep
 from moe_ep.comm.errors import MoEEpConfigError, MoEEpTransportError
 from moe_ep.comm.group import EpGroup
 from moe_ep.comm.liveness import Liveness
@@ -63,6 +64,11 @@ def move(rank: int, num_ranks: int) -> dict:
     seen["tp received"] = received.x_NH.clone(), received.topk_weights_NK.clone()
     seen["tp back"] = tp.combine(received.x_NH.float() + rank / 64, received)
 
+    ep.agree_on_call(outgoing(rank))
+    with pytest.raises(MoEEpConfigError) as error:
+        ep.agree_on_call(None if rank == 1 else outgoing(rank), "no tokens" if rank == 1 else None)
+    seen["refused"] = str(error.value)
+
     # One rank calls another transport than the others.
     with pytest.raises(MoEEpTransportError) as error:
         (ep if rank else tp).dispatch(outgoing(rank))
@@ -112,6 +118,30 @@ def test_terms_come_back_to_their_token_and_slot(seen):
                     assert (terms_TKH[token, slot] == code).all()
 
 
+def test_nccl_ep_sends_a_row_for_each_slot():
+    sent = outgoing(2)
+    rows_SH, ids_S1 = nccl_ep.rows_of(sent)
+    assert ids_S1.dtype == torch.int64 and ids_S1.min() == -1
+    assert ids_S1.shape == (TOKENS[2] * TOP_K, 1)
+    for slot, (row, expert) in enumerate(zip(rows_SH, ids_S1, strict=True)):
+        assert expert == sent.topk_ids_TK.flatten()[slot].clamp(min=-1)
+        assert torch.equal(row, sent.x_TH[slot // TOP_K])
+
+
+def test_nccl_ep_gets_one_masked_row_from_a_rank_without_tokens():
+    rows_SH, ids_S1 = nccl_ep.rows_of(outgoing(1))
+    assert rows_SH.shape == (1, HIDDEN) and ids_S1.tolist() == [[-1]]
+
+
+def test_nccl_ep_finds_the_rows_that_came():
+    filled = nccl_ep.filled_rows(torch.tensor([2, 0, 3]), rows_per_part=4)
+    assert filled.tolist() == [0, 1, 8, 9, 10]
+
+
+def test_ranks_agree_on_a_call_without_moving_tokens(seen):
+    assert [rank["refused"] for rank in seen] == ["rank 1: no tokens"] * NUM_RANKS
+
+
 def test_under_tp_every_token_and_its_weights_reach_every_rank(seen):
     everything = [outgoing(rank) for rank in range(NUM_RANKS)]
     for rank in range(NUM_RANKS):
@@ -130,7 +160,7 @@ def test_under_tp_one_part_of_each_rank_comes_back_in_rank_order(seen):
 
 def test_ranks_in_different_calls_all_raise_and_say_where_each_is(seen):
     for rank in range(NUM_RANKS):
-        assert "rank 0: layer 2 step 1, rank 1: layer 1 step 1" in seen[rank]["mixed up"]
+        assert "rank 0: layer 2 step 1, rank 1: layer 1 step 3" in seen[rank]["mixed up"]
 
 
 def test_a_subset_of_the_job_is_a_group_that_names_both_ranks(seen):

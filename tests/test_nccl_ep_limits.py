@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_ep import MoEShape, SplitConfig, supports
-from moe_ep.comm import nccl_ep
+from moe_ep.comm import nccl_ep_limits
 from moe_ep.config import NcclEpConfig
 
 LAYER = dict(hidden=7168, top_k=8, num_experts=256, num_ranks=8)
@@ -35,8 +35,8 @@ LAYER = dict(hidden=7168, top_k=8, num_experts=256, num_ranks=8)
     ],
 )
 def test_a_layer_beyond_a_limit_is_named_and_one_at_it_fits(mode, fits, exceeds, message):
-    assert nccl_ep.layer_misfit(mode, **LAYER | fits) is None
-    assert message in nccl_ep.layer_misfit(mode, **LAYER | exceeds)
+    assert nccl_ep_limits.layer_misfit(mode, **LAYER | fits) is None
+    assert message in nccl_ep_limits.layer_misfit(mode, **LAYER | exceeds)
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def library(monkeypatch, tmp_path):
     nvcc.parent.mkdir()
     nvcc.write_text("#!/bin/sh\n")
     nvcc.chmod(0o755)
-    monkeypatch.setattr(nccl_ep, "version", lambda name: "0.1.0")
+    monkeypatch.setattr(nccl_ep_limits, "version", lambda name: "0.1.0")
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 4))
     for name in ("NCCL_EP_JIT_NVCC", "NVCC"):
         monkeypatch.delenv(name, raising=False)
@@ -55,21 +55,21 @@ def library(monkeypatch, tmp_path):
 
 
 def test_a_machine_with_all_parts_lacks_nothing(library):
-    assert nccl_ep.library_misfit() is None
+    assert nccl_ep_limits.library_misfit() is None
 
 
 def test_an_old_nccl_is_named(library):
     library.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
-    assert "loaded NCCL 2.29.7, NCCL-EP needs 2.30.4" in nccl_ep.library_misfit()
+    assert "loaded NCCL 2.29.7, NCCL-EP needs 2.30.4" in nccl_ep_limits.library_misfit()
 
 
 def test_a_missing_compiler_is_named(library):
     library.setenv("CUDA_HOME", str(Path("nowhere")))
-    assert "finds no nvcc" in nccl_ep.library_misfit()
+    assert "finds no nvcc" in nccl_ep_limits.library_misfit()
 
 
 def test_a_missing_library_is_named():
-    assert "nccl-extensions is not installed" in nccl_ep.library_misfit()
+    assert "nccl-extensions is not installed" in nccl_ep_limits.library_misfit()
 
 
 def test_supports_answers_with_the_limit():
