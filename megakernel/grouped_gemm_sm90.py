@@ -37,16 +37,21 @@ from moe_ep.megakernel.decode import make_decoder
 from moe_ep.megakernel.epilogue_sm90 import EpilogueSm90
 from moe_ep.megakernel.formats import num_slabs
 from moe_ep.megakernel.grouped_gemm import GemmSpec
+from moe_ep.megakernel.item_ring import (
+    END,
+    EXPERT,
+    NUM_BARS,
+    NUM_RECORDS,
+    RECORD_WORDS,
+    ItemRing,
+)
 from moe_ep.megakernel.knobs import THREADS_PER_WARPGROUP
 from moe_ep.megakernel.mainloop_sm90 import MainloopSm90
 
 WARP_SIZE = 32
 WARPS_PER_WARPGROUP = 4
-# Words of an item record in shared memory, and their number.
-EXPERT, FIRST_SLICE, NUM_SLICES, FIRST_ROW, NUM_ROWS = range(5)
-RECORD_WORDS = 8
-NUM_RECORDS = 2
-END = -1  # expert of the record after the last item
+# Words of an item record.
+FIRST_SLICE, NUM_SLICES, FIRST_ROW, NUM_ROWS = range(EXPERT + 1, EXPERT + 5)
 
 
 class GroupedGemmSm90:
@@ -63,6 +68,7 @@ class GroupedGemmSm90:
         self.num_slices = spec.num_slices
         self.row_items = spec.grid(1).row_items
         self.num_math_warps = WARPS_PER_WARPGROUP * spec.knobs.num_math_warpgroups
+        self.items = ItemRing(2 * spec.knobs.stages, NUM_ROWS + 1, self.num_math_warps + 1)
         self.waits_late = spec.name == "fc2"
 
     @cute.jit
@@ -93,7 +99,7 @@ class GroupedGemmSm90:
         @cute.struct
         class SharedStorage:
             # ring full, ring empty; record full, record empty
-            bars: cute.struct.MemRange[Int64, 2 * stages + 2 * NUM_RECORDS]
+            bars: cute.struct.MemRange[Int64, 2 * stages + NUM_BARS]
             records: cute.struct.MemRange[Int32, NUM_RECORDS * RECORD_WORDS]
             offsets: cute.struct.MemRange[Int32, experts + 1]
             order: cute.struct.MemRange[Int32, experts]
@@ -182,14 +188,11 @@ class GroupedGemmSm90:
     def init_barriers(self, bars):
         """Warp 0: arrival counts of both rings."""
         stages = self.knobs.stages
-        records = bars + 2 * stages
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(stages):
                 cute.arch.mbarrier_init(bars + i, 2)  # weight warp, token warp
                 cute.arch.mbarrier_init(bars + stages + i, self.num_math_warps)
-            for i in cutlass.range_constexpr(NUM_RECORDS):
-                cute.arch.mbarrier_init(records + i, 1)
-                cute.arch.mbarrier_init(records + NUM_RECORDS + i, self.num_math_warps + 1)
+            self.items.init(bars)
         cute.arch.mbarrier_init_fence()
 
     @cute.jit
@@ -240,22 +243,12 @@ class GroupedGemmSm90:
         num_listed = num_items + num_halved
         stage, phase = Int32(0), Int32(1)
         record, record_phase = Int32(0), Int32(1)
-        records = bars + 2 * self.knobs.stages
         position = Int32(bid)
         while position < num_listed:
-            expert, first_slice, num_slices, first_row, num_rows = self.find_item(
-                storage, position, num_items, num_halved, lane
-            )
-            cute.arch.mbarrier_wait(records + NUM_RECORDS + record, record_phase)
-            if lane == 0:
-                words = storage.records.data_ptr() + record * RECORD_WORDS
-                (words + EXPERT).store(expert)
-                (words + FIRST_SLICE).store(first_slice)
-                (words + NUM_SLICES).store(num_slices)
-                (words + FIRST_ROW).store(first_row)
-                (words + NUM_ROWS).store(num_rows)
-                cute.arch.mbarrier_arrive(records + record)
-            record, record_phase = self.advance_record(record, record_phase)
+            item = self.find_item(storage, position, num_items, num_halved, lane)
+            expert, first_slice, num_slices, _, _ = item
+            self.items.publish(storage, record, record_phase, item)
+            record, record_phase = self.items.advance(record, record_phase)
             # The next position is on its way while this item streams.
             position = Int32(0)
             if lane == 0:
@@ -267,11 +260,8 @@ class GroupedGemmSm90:
                 bars, ring_words, matrix, first_slice, num_slices, self.num_slabs, stage, phase
             )
             position = cute.arch.shuffle_sync(position, 0)
-        cute.arch.mbarrier_wait(records + NUM_RECORDS + record, record_phase)
+        self.items.publish(storage, record, record_phase, (Int32(END),))
         if lane == 0:
-            words = storage.records.data_ptr() + record * RECORD_WORDS
-            (words + EXPERT).store(Int32(END))
-            cute.arch.mbarrier_arrive(records + record)
             # Every CTA has taken its last position: the last one to say so starts the list anew.
             left = cute.arch.atomic_add(counters + 1, Int32(1), sem="acq_rel", scope="gpu")
             if left == num_ctas - 1:
@@ -314,18 +304,15 @@ class GroupedGemmSm90:
             cute.arch.griddepcontrol_wait()
         stage, phase = Int32(0), Int32(1)
         record, record_phase = Int32(0), Int32(0)
-        expert, _, num_slices, first_row, num_rows = self.next_record(
-            storage, bars, record, record_phase
-        )
-        while expert != END:
-            record, record_phase = self.advance_record(record, record_phase)
+        item = self.items.next(storage, record, record_phase)
+        while item[EXPERT] != END:
+            _, _, num_slices, first_row, num_rows = item
+            record, record_phase = self.items.advance(record, record_phase)
             stage, phase = self.mainloop.load_tokens(
                 bars, copies, ring_boxes, first_row, num_rows, self.num_slabs, num_slices == 0,
                 stage, phase,
             )  # fmt: skip
-            expert, _, num_slices, first_row, num_rows = self.next_record(
-                storage, bars, record, record_phase
-            )
+            item = self.items.next(storage, record, record_phase)
 
     # ---- math warpgroups
 
@@ -341,11 +328,11 @@ class GroupedGemmSm90:
             storage, bars, ring_words, ring_tokens, mmas, alpha, bias, rows_out, dst_rows,
             warpgroup_idx, tid,
         )  # fmt: skip
-        item = self.next_record(storage, bars, record, record_phase)
+        item = self.items.next(storage, record, record_phase)
         while item[EXPERT] != END:
-            record, record_phase = self.advance_record(record, record_phase)
+            record, record_phase = self.items.advance(record, record_phase)
             stage, phase = self.item_of_width(0, decoder, context, item, stage, phase)
-            item = self.next_record(storage, bars, record, record_phase)
+            item = self.items.next(storage, record, record_phase)
 
     @cute.jit
     def item_of_width(
@@ -402,27 +389,6 @@ class GroupedGemmSm90:
                     expert_bias, num_rows, addresses,
                 )  # fmt: skip
         return stage, phase
-
-    # ---- item records
-
-    @cute.jit
-    def next_record(self, storage, bars, record: Int32, record_phase: Int32):
-        """Wait for a record, read it, hand its place back (one arrival per warp)."""
-        records = bars + 2 * self.knobs.stages
-        cute.arch.mbarrier_wait(records + record, record_phase)
-        words = storage.records.data_ptr() + record * RECORD_WORDS
-        item = tuple((words + i).load() for i in range(NUM_ROWS + 1))
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(records + NUM_RECORDS + record)
-        return item
-
-    @cute.jit
-    def advance_record(self, record: Int32, record_phase: Int32):
-        record = record ^ 1
-        if record == 0:
-            record_phase = record_phase ^ 1
-        return record, record_phase
 
 
 def build(spec: GemmSpec) -> CompiledFunction:

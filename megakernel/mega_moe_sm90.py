@@ -51,6 +51,14 @@ from moe_ep.megakernel.decode import make_decoder
 from moe_ep.megakernel.dispatch import WARP_SIZE, Dispatch
 from moe_ep.megakernel.epilogue_sm90 import EpilogueSm90
 from moe_ep.megakernel.formats import num_slabs
+from moe_ep.megakernel.item_ring import (
+    END,
+    EXPERT,
+    NUM_BARS,
+    NUM_RECORDS,
+    RECORD_WORDS,
+    ItemRing,
+)
 from moe_ep.megakernel.knobs import THREADS_PER_WARPGROUP
 from moe_ep.megakernel.mainloop_sm90 import MainloopSm90
 from moe_ep.megakernel.mega_moe import MegaSpec
@@ -61,11 +69,8 @@ WEIGHTS_WARP, TOKENS_WARP, DISPATCH_WARP = 0, 1, 2
 WARPS_PER_WARPGROUP = 4
 # Named barriers; 0 is that of the whole CTA.
 NAME_MATH, NAME_BROUGHT = 1, 2
-# Words of an item record in shared memory, and their number. GEMM: 0 = FC1, 1 = FC2.
-EXPERT, GEMM, FIRST_SLICE, NUM_SLICES, FIRST_ROW, NUM_ROWS, TILE = range(7)
-RECORD_WORDS = 8
-NUM_RECORDS = 2
-END = -1  # expert of the record after the last item
+# Words of an item record. GEMM: 0 = FC1, 1 = FC2.
+GEMM, FIRST_SLICE, NUM_SLICES, FIRST_ROW, NUM_ROWS, TILE = range(EXPERT + 1, EXPERT + 7)
 CACHE_LINE = 128  # bytes
 RECORD_BYTES = 64  # of a post-mortem record
 
@@ -89,6 +94,7 @@ class MegaMoESm90:
         self.fc2_slabs = num_slabs(spec.layout.intermediate)
         self.num_math_warps = WARPS_PER_WARPGROUP * spec.knobs.num_math_warpgroups
         self.num_math_threads = THREADS_PER_WARPGROUP * spec.knobs.num_math_warpgroups
+        self.items = ItemRing(2 * spec.knobs.stages, TILE + 1, self.num_math_warps + 1)
         self.tile_slices = self.fc1.num_slices * self.num_math_warps  # fc1_done of a finished tile
 
     @cute.jit
@@ -145,7 +151,7 @@ class MegaMoESm90:
         @cute.struct
         class SharedStorage:
             # ring full, ring empty; record full, record empty
-            bars: cute.struct.MemRange[Int64, 2 * stages + 2 * NUM_RECORDS]
+            bars: cute.struct.MemRange[Int64, 2 * stages + NUM_BARS]
             records: cute.struct.MemRange[Int32, NUM_RECORDS * RECORD_WORDS]
             dispatch: self.dispatch.storage()
             tokens: cute.struct.Align[
@@ -334,14 +340,11 @@ class MegaMoESm90:
         passes at once, ends with the dispatch warp's arrivals.
         """
         stages = self.knobs.stages
-        records = bars + 2 * stages
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(stages):
                 cute.arch.mbarrier_init(bars + i, 2)  # weight warp, token warp
                 cute.arch.mbarrier_init(bars + stages + i, self.num_math_warps)
-            for i in cutlass.range_constexpr(NUM_RECORDS):
-                cute.arch.mbarrier_init(records + i, 1)
-                cute.arch.mbarrier_init(records + NUM_RECORDS + i, self.num_math_warps + 1)
+            self.items.init(bars)
             for i in cutlass.range_constexpr(self.spec.num_lent_stages):
                 cute.arch.mbarrier_arrive(
                     bars + 2 * stages - 1 - i, arrive_count=self.num_math_warps
@@ -391,7 +394,6 @@ class MegaMoESm90:
         next_item = int32_ptr(view.counter(self.layout.counters.next_item))
         stage, phase = Int32(0), Int32(1)
         record, record_phase = Int32(0), Int32(1)
-        records = bars + 2 * self.knobs.stages
         position = Int32(view.cta)
         while position < num_listed:
             gemm = Int32(position >= fc1_listed)
@@ -402,13 +404,8 @@ class MegaMoESm90:
             )
             found = self.find_item(shared.dispatch, gemm, item, part, lane)
             expert, _, first_slice, num_slices, _, _, _ = found
-            cute.arch.mbarrier_wait(records + NUM_RECORDS + record, record_phase)
-            if lane == 0:
-                words = shared.records.data_ptr() + record * RECORD_WORDS
-                for i in cutlass.range_constexpr(TILE + 1):
-                    (words + i).store(found[i])
-                cute.arch.mbarrier_arrive(records + record)
-            record, record_phase = self.advance_record(record, record_phase)
+            self.items.publish(shared, record, record_phase, found)
+            record, record_phase = self.items.advance(record, record_phase)
             # The next position is on its way while this item streams.
             position = Int32(0)
             if lane == 0:
@@ -425,10 +422,7 @@ class MegaMoESm90:
                 phase,
             )  # fmt: skip
             position = cute.arch.shuffle_sync(position, 0)
-        cute.arch.mbarrier_wait(records + NUM_RECORDS + record, record_phase)
-        if lane == 0:
-            (shared.records.data_ptr() + record * RECORD_WORDS + EXPERT).store(Int32(END))
-            cute.arch.mbarrier_arrive(records + record)
+        self.items.publish(shared, record, record_phase, (Int32(END),))
 
     def row_items(self, gemm: int) -> int:
         return (self.fc1, self.fc2)[gemm].grid(1).row_items
@@ -478,11 +472,11 @@ class MegaMoESm90:
         stage, phase = Int32(0), Int32(1)
         record, record_phase = Int32(0), Int32(0)
         is_first = Int32(1)
-        expert, gemm, _, num_slices, first_row, num_rows, tile = self.next_record(
-            shared, bars, record, record_phase
+        expert, gemm, _, num_slices, first_row, num_rows, tile = self.items.next(
+            shared, record, record_phase
         )
         while expert != END:
-            record, record_phase = self.advance_record(record, record_phase)
+            record, record_phase = self.items.advance(record, record_phase)
             is_empty = num_slices == 0
             if gemm == 0:
                 arrived = view.counter(counters.tokens_arrived + tile)
@@ -505,8 +499,8 @@ class MegaMoESm90:
                     bars, copies[1], ring_boxes, first_row, num_rows, self.fc2_slabs, is_empty,
                     stage, phase,
                 )  # fmt: skip
-            expert, gemm, _, num_slices, first_row, num_rows, tile = self.next_record(
-                shared, bars, record, record_phase
+            expert, gemm, _, num_slices, first_row, num_rows, tile = self.items.next(
+                shared, record, record_phase
             )
 
     # ---- warp 2
@@ -545,11 +539,11 @@ class MegaMoESm90:
         context = (view, shared, bars, ring_tokens, mmas, factors, warpgroup_idx, tid)
         stage, phase = Int32(0), Int32(0)
         record, record_phase = Int32(0), Int32(0)
-        item = self.next_record(shared, bars, record, record_phase)
+        item = self.items.next(shared, record, record_phase)
         while item[EXPERT] != END:
-            record, record_phase = self.advance_record(record, record_phase)
+            record, record_phase = self.items.advance(record, record_phase)
             stage, phase = self.item_of_width(0, decoder, context, item, stage, phase)
-            item = self.next_record(shared, bars, record, record_phase)
+            item = self.items.next(shared, record, record_phase)
 
     @cute.jit
     def item_of_width(
@@ -659,27 +653,6 @@ class MegaMoESm90:
                     accumulators[slice_idx], width, tile, tid // WARP_SIZE, tid % WARP_SIZE, scales,
                     bias, item[NUM_ROWS], addresses,
                 )  # fmt: skip
-
-    # ---- item records
-
-    @cute.jit
-    def next_record(self, shared, bars, record: Int32, record_phase: Int32):
-        """Wait for a record, read it, hand its place back (one arrival per warp)."""
-        records = bars + 2 * self.knobs.stages
-        cute.arch.mbarrier_wait(records + record, record_phase)
-        words = shared.records.data_ptr() + record * RECORD_WORDS
-        item = tuple((words + i).load() for i in range(TILE + 1))
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(records + NUM_RECORDS + record)
-        return item
-
-    @cute.jit
-    def advance_record(self, record: Int32, record_phase: Int32):
-        record = record ^ 1
-        if record == 0:
-            record_phase = record_phase ^ 1
-        return record, record_phase
 
 
 def one_warp() -> Threads:
