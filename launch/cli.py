@@ -17,10 +17,7 @@ COMMANDS = {
     "bench": ("moe_ep.launch.bench", "latency of a layer against what the device allows"),
     "compile": ("moe_ep.launch.compile", "kernels into the cache ahead of a job, without a GPU"),
     "estimate": ("moe_ep.launch.estimate", "bytes of weights and buffers of a layer, per rank"),
-    "inspect": (
-        "moe_ep.launch.inspect",
-        "experts of a checkpoint, and whether they can run",
-    ),
+    "inspect": ("moe_ep.launch.inspect", "experts of a checkpoint, and whether they can run"),
     "doctor": ("moe_ep.launch.doctor", "what this machine can run, and what is missing"),
 }
 
