@@ -428,6 +428,21 @@ def test_a_rank_that_never_comes_is_named_and_the_gpu_is_usable_at_once(absent_r
     assert_same_bits(shared_layer(4).run(inputs), shared_layer().run(inputs))
 
 
+def test_a_refusing_rank_is_named_to_all_and_the_next_call_works():
+    layer, inputs = Layer(4, capacity=CAPACITY + 2), tokens(CAPACITY, 26)
+    stacked = deal(inputs, 4)
+    x = torch.zeros(4, layer.capacity, SHAPE.hidden, dtype=torch.bfloat16, device="cuda")
+    ids = torch.zeros(4, layer.capacity, SHAPE.top_k, dtype=torch.int32, device="cuda")
+    out = torch.full_like(x, float("nan"))
+    counts = torch.tensor([5, -3, 5, 5], dtype=torch.int32, device="cuda")
+    layer.launch(MoEInputs(x, ids, ids.float()), out, num_tokens=counts)
+    torch.cuda.synchronize()
+    assert out.isnan().all()
+    with pytest.raises(MoEEpConfigError, match=r"rank 1 refused its input \(code 2\)"):
+        layer.mega.check()
+    assert_same_bits(layer.run_parts(stacked), shared_layer().run(inputs))
+
+
 def test_an_id_that_is_no_expert_is_masked_and_named_later():
     layer, inputs = Layer(), tokens(CAPACITY, 25)
     ids = inputs.topk_ids.clone()
