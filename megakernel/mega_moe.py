@@ -23,6 +23,8 @@ from moe_ep.megakernel.protocol import Moment
 from moe_ep.megakernel.workspace import Workspace
 
 NUM_ROW_BUFFERS = 2  # of dispatch, a token row each
+# Widest token tile of builds that lend ring stages to dispatch: it is over there in a few us.
+MAX_LENDING_WIDTH = 32
 # Argument sets kept ready, one for each build and set of weights.
 MAX_CALLS = 256
 
@@ -102,8 +104,7 @@ class MegaSpec:
 
     @property
     def row_buffer_bytes(self) -> int:
-        """Of dispatch."""
-        return NUM_ROW_BUFFERS * self.layout.hidden * BF16_BYTES
+        return row_buffer_bytes(self.layout.hidden)
 
     @property
     def lends_weights(self) -> bool:
@@ -124,10 +125,8 @@ class MegaSpec:
 
     @property
     def _ring_and_scan_bytes(self) -> int:
-        """Ring, what the scan finds (eight words an expert), peers, barriers and alignment."""
-        stage_bytes = self.stage_weight_bytes + self.stage_token_bytes
-        scan_bytes = 32 * self.layout.num_local_experts + 16 * self.layout.num_ranks
-        return self.knobs.stages * stage_bytes + scan_bytes + 1536
+        ring_bytes = self.knobs.stages * self.knobs.stage_bytes(self.weights_format)
+        return ring_bytes + scan_bytes(self.layout.num_local_experts, self.layout.num_ranks)
 
     def kernel_build(self) -> KernelBuild:
         return KernelBuild("mega_moe", self, _build)
@@ -137,6 +136,17 @@ def _build(spec: MegaSpec):
     from moe_ep.megakernel.mega_moe_sm90 import build
 
     return build(spec)
+
+
+def scan_bytes(num_local_experts: int, num_ranks: int) -> int:
+    """Shared memory beside ring and row buffers: what the scan finds (eight words an expert),
+    peers, barriers, alignment."""
+    return 32 * num_local_experts + 16 * num_ranks + 1536
+
+
+def row_buffer_bytes(hidden: int) -> int:
+    """Shared memory of dispatch's token rows."""
+    return NUM_ROW_BUFFERS * hidden * BF16_BYTES
 
 
 @dataclass(frozen=True)
@@ -150,17 +160,31 @@ class Bucket:
 def make_buckets(
     weights_format: str, shape: MoEShape, max_tokens_per_rank: int, num_ranks: int
 ) -> tuple[Bucket, ...]:
-    """The builds of the knob table that a capacity can need, by ascending tokens."""
+    """The builds of the knob table that a capacity can need, by ascending tokens.
+
+    A build for many rows keeps its row buffers out of the ring, which would else stand still until
+    the CTA has brought its share of them; one that has no three stages left then is passed over.
+    """
+    rows = [row for row in KNOB_TABLE if weights_format in row.formats]
+    num_experts = -(-shape.num_experts // num_ranks)
+    free = MAX_SMEM_BYTES - row_buffer_bytes(shape.hidden) - scan_bytes(num_experts, num_ranks)
+    choices = []
+    for row in rows:
+        knobs = row.knobs
+        if knobs.max_tile_width > MAX_LENDING_WIDTH:
+            stages = min(knobs.stages, free // knobs.stage_bytes(weights_format))
+            if stages < 3:
+                continue
+            knobs = replace(knobs, stages=stages)
+        choices.append((usual_rows(row.max_rows), knobs))
     buckets = []
-    for row in KNOB_TABLE:
-        if weights_format not in row.formats:
-            continue
-        limit = usual_rows(row.max_rows) * shape.num_experts / (num_ranks * shape.top_k)
-        max_tokens = int(min(limit, max_tokens_per_rank))
-        if max_tokens:
-            buckets.append(Bucket(max_tokens, row.knobs))
-        if limit >= max_tokens_per_rank:
+    for max_rows, knobs in choices:
+        limit = max_rows * shape.num_experts / (num_ranks * shape.top_k)
+        if knobs is choices[-1][1] or limit >= max_tokens_per_rank:
+            buckets.append(Bucket(max_tokens_per_rank, knobs))
             break
+        if limit >= 1:
+            buckets.append(Bucket(int(limit), knobs))
     return tuple(buckets)
 
 

@@ -69,6 +69,15 @@ def test_every_build_fits_shared_memory_for_many_experts_and_wide_rows(row, num_
         assert spec.num_lent_stages == 0 or lent >= spec.row_buffer_bytes
 
 
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_builds_for_many_rows_lend_nothing_to_dispatch(name):
+    shape = make_shape()
+    for bucket in make_buckets(name, shape, 8192, 1)[1:]:
+        spec = make_spec(name, bucket.knobs, shape)
+        assert spec.knobs == bucket.knobs and spec.knobs.stages >= 3
+        assert spec.num_lent_stages == 0
+
+
 def test_few_experts_keep_all_stages():
     knobs = choose_knobs("nvfp4", 8)
     assert make_spec("nvfp4", knobs, make_shape()).knobs == knobs
