@@ -287,7 +287,7 @@ class MoEEpLayer(torch.nn.Module):
         if self._backend is not None:
             sizes = [f"{n} {size / 1e6:.1f} MB" for n, size in self._backend.memory.items()]
             where += (
-                f", {form.num_local_experts} of {self.shape.num_experts} experts in "
+                f", {form.num_local_experts} of {form.num_experts} experts in "
                 f"{form.weights_format}, {', '.join(sizes)}"
             )
         return f"{where}\n{self._choice.explain()}"
