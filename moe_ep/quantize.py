@@ -10,6 +10,7 @@ from itertools import product
 from typing import TypeVar
 
 import torch
+from rich.console import Console
 from rich.progress import Progress
 
 from moe_ep.comm.errors import MoEEpConfigError
@@ -157,7 +158,7 @@ def element_progress(description: str, num_elements: int) -> Iterator[Callable[[
     if num_elements < _PROGRESS_ELEMENTS:
         yield lambda num_done: None
         return
-    with Progress(transient=True) as progress:
+    with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(description, total=num_elements)
         yield lambda num_done: progress.advance(task, num_done)
 

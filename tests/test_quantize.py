@@ -428,6 +428,15 @@ def test_threads_leave_no_trace_and_keep_torchs_setting(format_name, num_threads
     assert torch.equal(dequantize(alone), dequantize(together))
 
 
+def test_progress_counts_every_element_and_leaves_stdout_alone(capsys, monkeypatch):
+    done = []
+    quantize(torch.zeros(3, 200, 128), "mxfp8", advance=done.append)
+    assert sum(done) == 3 * 200 * 128
+    monkeypatch.setitem(quantize.__globals__, "_PROGRESS_ELEMENTS", 0)
+    quantize(torch.zeros(200, 128), "mxfp8")
+    assert capsys.readouterr().out == ""
+
+
 # Training
 
 
