@@ -19,6 +19,7 @@ from cutlass import Int32, Int64, Uint32, const_expr
 from moe_ep.comm.post_mortem import FIELDS
 
 WARP_SIZE = 32
+NO_EXPERT = -1
 # Looks at a flag for one at the clock and the abort word, which takes as long as a look.
 LOOKS_PER_CHECK = 16
 
@@ -69,18 +70,20 @@ class Watch:
         return alive
 
     @cute.jit
-    def keep_waiting(self, start: Int64, phase: cutlass.Constexpr, peer, expected, seen) -> Int32:
+    def keep_waiting(
+        self, start: Int64, phase: cutlass.Constexpr, peer, expected, seen, expert=NO_EXPERT
+    ) -> Int32:
         """0 when the rank has been given up, or is now because `start` is too long ago."""
         alive = self.is_alive()
         if const_expr(self.is_bounded):
             if alive == 1:
                 if cute.arch.globaltimer() - start > self.timeout_ns:
-                    self.give_up(phase, peer, expected, seen)
+                    self.give_up(phase, peer, expected, seen, expert)
                     alive = Int32(0)
         return alive
 
     @cute.jit
-    def give_up(self, phase: cutlass.Constexpr, peer, expected, seen):
+    def give_up(self, phase: cutlass.Constexpr, peer, expected, seen, expert):
         """Sets the abort word; whoever is first writes the record."""
         before = cute.arch.atomic_cas(
             int32_ptr(self.abort), cmp=Int32(0), val=Int32(1), sem="relaxed", scope="gpu"
@@ -94,6 +97,7 @@ class Watch:
                 "peer": Int32(peer),
                 "expected": Int32(expected),
                 "seen": Int32(seen),
+                "expert": Int32(expert) + 1,
             }
             for name in values:
                 cute.arch.store(
@@ -112,8 +116,12 @@ class Watch:
         phase: cutlass.Constexpr,
         peer,
         scope: cutlass.Constexpr = "gpu",
+        expert=NO_EXPERT,
     ) -> Int32:
-        """Until the counter or epoch flag at `address` is `expected` or later; acquires."""
+        """Until the counter or epoch flag at `address` is `expected` or later; acquires.
+
+        expert   whose rows the counter counts, for the record
+        """
         flag = int32_ptr(address)
         alive = Int32(1)
         seen = cute.arch.load(flag, Int32, sem="acquire", scope=scope)
@@ -124,7 +132,7 @@ class Watch:
                 seen = cute.arch.load(flag, Int32, sem="acquire", scope=scope)
                 num_looks += 1
                 if is_before(seen, expected) & (num_looks % LOOKS_PER_CHECK == 0):
-                    alive = self.keep_waiting(start, phase, peer, expected, seen)
+                    alive = self.keep_waiting(start, phase, peer, expected, seen, expert)
         return alive
 
     @cute.jit

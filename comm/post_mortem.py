@@ -9,10 +9,11 @@ import torch
 from moe_ep.comm.errors import MoEEpConfigError, MoEEpTimeoutError
 
 # Words of a record. `bad_slot`: 1 + token * top_k + slot of an id that is not an expert, `bad_id`
-# its value; `status`: -1 - code of a rank that refused the step, `status_rank` that rank.
+# its value; `status`: -1 - code of a rank that refused the step, `status_rank` that rank; `expert`:
+# 1 + the expert whose rows were waited for, or 0.
 FIELDS = (
     *("is_set", "phase", "rank", "step", "peer", "expected", "seen"),
-    *("bad_slot", "bad_id", "status", "status_rank"),
+    *("bad_slot", "bad_id", "status", "status_rank", "expert"),
 )
 RECORD_WORDS = 16  # 64 bytes
 
@@ -65,7 +66,7 @@ def _timeout_error(records: list[dict[str, int]], phase_names: dict[int, str]) -
     first = records[0]
     lines = [
         f"rank {r['rank']} waited in phase {phase_names.get(r['phase'], r['phase'])} for rank "
-        f"{r['peer']}: expected {r['expected']}, seen {r['seen']}"
+        f"{r['peer']}{_of_expert(r)}: expected {r['expected']}, seen {r['seen']}"
         for r in records
     ]
     return MoEEpTimeoutError(
@@ -73,6 +74,11 @@ def _timeout_error(records: list[dict[str, int]], phase_names: dict[int, str]) -
         phase=phase_names.get(first["phase"], str(first["phase"])),
         step=first["step"],
         ranks=sorted({r["peer"] for r in records}),
+        expert=first["expert"] - 1 if first["expert"] else None,
         expected=first["expected"],
         seen=first["seen"],
     )
+
+
+def _of_expert(record: dict[str, int]) -> str:
+    return f", expert {record['expert'] - 1}" if record["expert"] else ""

@@ -480,7 +480,7 @@ class MegaMoESm90:
             is_empty = num_slices == 0
             if gemm == 0:
                 arrived = view.counter(counters.tokens_arrived + tile)
-                view.watch.wait_reached(arrived, num_rows, Phase.TOKENS, view.rank)
+                view.watch.wait_reached(arrived, num_rows, Phase.TOKENS, view.rank, expert=expert)
                 if is_first == 1:
                     view.mark(Moment.FED, one_warp())
                 is_first = Int32(0)
@@ -493,7 +493,7 @@ class MegaMoESm90:
                 )  # fmt: skip
             else:
                 done = view.counter(counters.fc1_done + tile)
-                view.watch.wait_reached(done, self.tile_slices, Phase.FC1, view.rank)
+                view.watch.wait_reached(done, self.tile_slices, Phase.FC1, view.rank, expert=expert)
                 cute.arch.fence_proxy("async.global")
                 stage, phase = self.mainloop.load_tokens(
                     bars, copies[1], ring_boxes, first_row, num_rows, self.fc2_slabs, is_empty,
