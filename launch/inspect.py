@@ -21,11 +21,8 @@ from moe_ep.checkpoint import (
     layer_number,
     meta_weights,
 )
-from moe_ep.checkpoint_formats import (
-    CHECKPOINT_FORMATS,
-    CheckpointFormat,
-    find_projections,
-)
+from moe_ep.checkpoint_formats import CHECKPOINT_FORMATS, CheckpointFormat
+from moe_ep.checkpoint_layout import find_projections
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.launch.estimate import format_bytes
 from moe_ep.megakernel.problem import MoEShape

@@ -14,14 +14,8 @@ import torch
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors import SafetensorError, safe_open
 
-from moe_ep.checkpoint_formats import (
-    CHECKPOINT_FORMATS,
-    CheckpointFormat,
-    Expected,
-    checkpoint_format,
-    expected_tensors,
-    find_projections,
-)
+from moe_ep.checkpoint_formats import CHECKPOINT_FORMATS, CheckpointFormat, checkpoint_format
+from moe_ep.checkpoint_layout import Expected, expected_tensors, find_projections
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.megakernel.problem import MoEShape
 from moe_ep.placement import ExpertMap, slots_shape

@@ -24,7 +24,7 @@ from moe_ep.inputs import MoEInputs, check_inputs, check_tensor
 from moe_ep.megakernel.problem import MoEShape, owned_experts
 from moe_ep.placement import ExpertMap, PhysicalIds, slots_shape
 from moe_ep.rebalance import agree_on_moves, move_experts
-from moe_ep.refit import stage
+from moe_ep.refit import check_update, stage
 from moe_ep.split import ExpertKernel, SplitBackend, TorchExperts
 from moe_ep.weights import MoEWeights
 
@@ -222,7 +222,7 @@ class MoEEpLayer(torch.nn.Module):
                 round_fp16=round_fp16,
             )
         else:
-            self._check_update(weights)
+            check_update(weights, self._form, self._group.device)
             write = partial(self._backend.update_weights, weights)
         self._write_weights(write)
 
@@ -244,27 +244,6 @@ class MoEEpLayer(torch.nn.Module):
         self._write_weights(partial(move_experts, *place, moves, self._timeout_s))
         self._expert_map = expert_map
         self._to_slots.update(expert_map)
-
-    def _check_update(self, weights: MoEWeights) -> None:
-        form = self._form
-        if not isinstance(weights, MoEWeights):
-            raise MoEEpConfigError(
-                f"weights must be MoEWeights, got {type(weights).__name__}, or a mapping of "
-                "checkpoint tensors"
-            )
-        for name in ("weights_format", "parallel", "rank", "num_ranks", "expert_ids"):
-            value, wanted = getattr(weights, name), getattr(form, name)
-            if value != wanted:
-                raise MoEEpConfigError(f"weights.{name} is {value}; allowed: {wanted}, as built")
-        if weights.tensors.keys() != form.tensors.keys():
-            raise MoEEpConfigError(
-                f"weights hold {', '.join(weights.tensors)}; allowed: {', '.join(form.tensors)}, "
-                "as built"
-            )
-        device = self._group.device
-        for name, tensor in form.tensors.items():
-            new = getattr(weights, name)
-            check_tensor(f"weights.{name}", new, (tensor.dtype,), tensor.shape, device)
 
     def _write_weights(self, write: Callable[[], None]) -> None:
         try:

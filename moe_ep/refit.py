@@ -1,19 +1,15 @@
-"""New weights for a layer by the names that a checkpoint gives them, all or a few."""
+"""New weights for a layer that runs: what fits it, and what a checkpoint's names change in it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from moe_ep.checkpoint_formats import (
-    DTYPE_NAMES,
-    Expected,
-    checkpoint_format,
-    expected_tensors,
-    find_projections,
-)
+from moe_ep.checkpoint_formats import DTYPE_NAMES, checkpoint_format
+from moe_ep.checkpoint_layout import Expected, expected_tensors, find_projections
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.held_weights import HeldWeights, read_experts, some_experts, write_experts
+from moe_ep.inputs import check_tensor
 from moe_ep.weights import MoEWeights
 
 
@@ -78,3 +74,24 @@ def _check(tensor: torch.Tensor, name: str, expected: Expected) -> None:
     dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
     if misfit := expected.misfit(tensor.shape, dtype):
         raise MoEEpConfigError(f"{name} {misfit}")
+
+
+def check_update(weights: MoEWeights, form: MoEWeights, device: torch.device) -> None:
+    """Raise `MoEEpConfigError` unless `weights` are of the same kind as `form`, on `device`."""
+    if not isinstance(weights, MoEWeights):
+        raise MoEEpConfigError(
+            f"weights must be MoEWeights, got {type(weights).__name__}, or a mapping of checkpoint "
+            "tensors"
+        )
+    for name in ("weights_format", "parallel", "rank", "num_ranks", "expert_ids"):
+        value, wanted = getattr(weights, name), getattr(form, name)
+        if value != wanted:
+            raise MoEEpConfigError(f"weights.{name} is {value}; allowed: {wanted}, as built")
+    if weights.tensors.keys() != form.tensors.keys():
+        raise MoEEpConfigError(
+            f"weights hold {', '.join(weights.tensors)}; allowed: {', '.join(form.tensors)}, "
+            "as built"
+        )
+    for name, tensor in form.tensors.items():
+        new = getattr(weights, name)
+        check_tensor(f"weights.{name}", new, (tensor.dtype,), tensor.shape, device)

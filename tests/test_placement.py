@@ -7,13 +7,14 @@ import dataclasses
 
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoint_files import SHAPE as CHECKPOINT_SHAPE
 from checkpoint_files import make, save
 from layer_cases import make_inputs, make_weights
 
 import moe_ep
 from moe_ep import MoEEpLayer, MoEShape
-from moe_ep.comm.errors import MoEEpConfigError
+from moe_ep.comm.errors import MoEEpConfigError, MoEEpTimeoutError
 from moe_ep.launch import spawn
 from moe_ep.placement import ExpertMap, PhysicalIds, place
 from moe_ep.rebalance import Moves
@@ -191,6 +192,27 @@ def test_rebalance_keeps_the_bits_and_refuses_together(num_ranks):
         assert "rank 1: expert_map is ExpertMap" in another
         assert "8 experts on 8 slots; allowed: 8 on 10" in bad
         assert ("rank 1: " in bad) == (rank != 1)
+
+
+def absent_rank(rank: int, num_ranks: int) -> tuple[str, bool]:
+    """Rank 1 comes to the move when rank 0 has given up; both try again."""
+    part = place(make_weights(SHAPE), COPIES).shard("ep", rank, num_ranks)
+    layer = MoEEpLayer(SHAPE, part, max_tokens_per_rank=16, expert_map=COPIES, timeout_s=3.0)
+    inputs = make_inputs(SHAPE, 9, seed=rank)
+    before, message = layer(inputs), ""
+    if rank == 0:
+        with pytest.raises(MoEEpTimeoutError) as given_up:
+            layer.rebalance(SPREAD)
+        message = str(given_up.value)
+    dist.barrier()
+    layer.rebalance(SPREAD)
+    return message, torch.equal(layer(inputs), before)
+
+
+def test_a_rank_that_does_not_come_to_a_move_is_named_and_may_come_later():
+    (message, is_same), (_, is_same_on_1) = spawn.run(absent_rank, 2, timeout_s=240)
+    assert "rebalance: rank 1 did not come within timeout_s=3" in message
+    assert is_same and is_same_on_1
 
 
 def test_identity_has_no_copies_and_can_be_moved():
