@@ -239,17 +239,15 @@ def check_tensors(
 
 
 def _check_names(fmt: CheckpointFormat, expected: Mapping[str, Expected], names: list[str]) -> None:
-    missing = [n for n, t in expected.items() if not t.is_optional and n not in set(names)]
-    extra = sorted(set(names) - expected.keys())
+    found = set(names)
+    missing = [n for n, t in expected.items() if not t.is_optional and n not in found]
+    extra = sorted(found - expected.keys())
     if not missing and not extra:
         return
-    found = ", ".join(_first(missing, "missing") + _first(extra, "not known"))
-    other = (
-        ""
-        if fitting_format(names) in (None, fmt.name)
-        else (f"; the names fit format {fitting_format(names)!r}")
-    )
-    raise MoEEpConfigError(f"{found}; format {fmt.name!r} is {fmt.pattern}{other}")
+    wrong = ", ".join(_first(missing, "missing") + _first(extra, "not known"))
+    fitting = fitting_format(names)
+    other = f"; the names fit format {fitting!r}" if fitting not in (None, fmt.name) else ""
+    raise MoEEpConfigError(f"{wrong}; format {fmt.name!r} is {fmt.pattern}{other}")
 
 
 def _first(names: list[str], what: str) -> list[str]:

@@ -152,6 +152,18 @@ def test_fp16_is_exact_or_refused_or_rounded_once(tmp_path, folders, fmt):
     assert 1.0 in rounded.w2[[0, -1]]
 
 
+def test_scales_may_come_in_their_other_dtypes(tmp_path, folders):
+    """BF16 multipliers of FP8 blocks, E8M0 exponents as uint8: the same values."""
+    tensors = make("deepseek_fp8").tensors
+    narrow = {n: t.bfloat16() if "scale" in n else t for n, t in tensors.items()}
+    wide = {n: t.float() if "scale" in n else t for n, t in narrow.items()}
+    first = load(save(tmp_path / "narrow", narrow), "deepseek_fp8")
+    assert_same(first, load(save(tmp_path / "wide", wide), "deepseek_fp8"))
+    exponents = {n: t.view(torch.uint8) for n, t in make("deepseek_mxfp4").tensors.items()}
+    second = load(save(tmp_path / "bytes", exponents), "deepseek_mxfp4")
+    assert_same(second, load(folders["deepseek_mxfp4"], "deepseek_mxfp4"))
+
+
 def test_gate_and_up_keep_different_global_scales(folders):
     weights = load(folders["modelopt_nvfp4"], "modelopt_nvfp4")
     tensors = make("modelopt_nvfp4").tensors
