@@ -49,6 +49,10 @@ def check_ownership(weights: MoEWeights) -> None:
             f"tp holds a part of every expert: expert_ids must be all {w.num_experts}, "
             f"got {len(ids)}"
         )
+    if w.parallel == "tp" and w.rank > 0 and w.b2 is not None:
+        raise MoEEpConfigError(
+            f"b2 must be None on tp rank {w.rank}: rank 0 alone holds it, so that it is added once"
+        )
     k_multiple = weight_format(w.weights_format).k_multiple
     if w.hidden % k_multiple:
         raise MoEEpConfigError(

@@ -263,6 +263,12 @@ def test_shard_refuses_a_part_a_rank_out_of_range_and_an_unknown_mode():
         dense().shard("dp", 0, 2)
 
 
+def test_only_tp_rank_0_may_hold_b2():
+    full, part = dense(), dense().shard("tp", 1, 2)
+    with pytest.raises(MoEEpConfigError, match="b2 must be None on tp rank 1: rank 0 alone"):
+        replace(part, b2=full.b2)
+
+
 def test_a_rank_may_hold_no_expert():
     part = dense().quantize("nvfp4").shard("ep", 4, 5)
     assert (part.num_local_experts, tuple(owned_experts(NUM_EXPERTS, 5, 4))) == (0, ())
