@@ -187,11 +187,8 @@ class GroupedGemmSm90:
     @cute.jit
     def init_barriers(self, bars):
         """Warp 0: arrival counts of both rings."""
-        stages = self.knobs.stages
         with cute.arch.elect_one():
-            for i in cutlass.range_constexpr(stages):
-                cute.arch.mbarrier_init(bars + i, 2)  # weight warp, token warp
-                cute.arch.mbarrier_init(bars + stages + i, self.num_math_warps)
+            self.mainloop.init(bars)
             self.items.init(bars)
         cute.arch.mbarrier_init_fence()
 

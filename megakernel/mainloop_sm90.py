@@ -97,6 +97,13 @@ class MainloopSm90:
     # ---- device side
 
     @cute.jit
+    def init(self, bars):
+        """One thread: arrival counts of the ring, full then empty. The caller fences."""
+        for i in cutlass.range_constexpr(self.stages):
+            cute.arch.mbarrier_init(bars + i, 2)  # weight warp, token warp
+            cute.arch.mbarrier_init(bars + self.stages + i, 4 * self.num_warpgroups)
+
+    @cute.jit
     def slice_address(self, base: Int64, first_slice: Int32, num_slabs: cutlass.Constexpr):
         """Address of K slab 0 of a slice in the prepared matrix of one expert."""
         tile = first_slice * self.num_warpgroups

@@ -32,8 +32,8 @@ shared memory   barriers; item records; `DispatchStorage`; ring tokens [stages][
                 these do not fit they lie in the ring's last stages, whose empty barriers open when
                 this CTA has brought its rows.
 
-A rank that is given up (time-out) goes on to its end without waiting: every ring fills and drains,
-what it computes stays where its own buffers are, and nothing is signalled.
+A rank that is given up (time-out) goes on to its end without waiting: every ring fills and drains.
+What it computes is void and nobody sums it, as it never signals that it has drained.
 """
 
 import cuda.bindings.driver as cuda
@@ -229,7 +229,7 @@ class MegaMoESm90:
         thread_idx, _, _ = cute.arch.thread_idx()
         cta_idx, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        shared = cutlass.utils.SmemAllocator().allocate(self.storage)
+        shared = cutlass.memory.SmemAllocator().allocate(self.storage)
         bars = shared.bars.data_ptr()
         layout = self.layout
 
@@ -341,9 +341,7 @@ class MegaMoESm90:
         """
         stages = self.knobs.stages
         with cute.arch.elect_one():
-            for i in cutlass.range_constexpr(stages):
-                cute.arch.mbarrier_init(bars + i, 2)  # weight warp, token warp
-                cute.arch.mbarrier_init(bars + stages + i, self.num_math_warps)
+            self.mainloop.init(bars)
             self.items.init(bars)
             for i in cutlass.range_constexpr(self.spec.num_lent_stages):
                 cute.arch.mbarrier_arrive(
