@@ -43,7 +43,7 @@ class BoundCall:
     def __init__(self, function, cells: Sequence[Cell]) -> None:
         self._function = function
         self._cells = cells
-        self._pointers, _ = function.execution_args.generate_execution_args(tuple(cells), {})
+        self.pointers, _ = function.execution_args.generate_execution_args(tuple(cells), {})
 
     def __call__(self) -> None:
-        self._function.run_compiled_program(self._pointers)
+        self._function.run_compiled_program(self.pointers)

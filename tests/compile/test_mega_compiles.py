@@ -1,5 +1,6 @@
 """The fused layer, cross-compiled for sm_90a: K loops as lean as the GEMMs', nothing spilled."""
 
+import ctypes
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,9 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 from sass import disassemble
 from test_grouped_gemm_compiles import is_serialised, wgmma_loops
 
+from moe_ep.megakernel.compile_cache import load
 from moe_ep.megakernel.knobs import KNOB_TABLE, KernelKnobs, choose_knobs
-from moe_ep.megakernel.mega_moe import MegaSpec
+from moe_ep.megakernel.mega_moe import Call, MegaSpec
 from moe_ep.megakernel.problem import NAMED_ACTIVATIONS, Activation
 from moe_ep.megakernel.workspace import Workspace
 
@@ -89,3 +91,40 @@ def test_the_sum_over_slots_is_not_contracted_and_waits_are_bounded_where_asked(
     assert bare.count("ATOMG.E.CAS", "ATOM.E.CAS") == 0
     # 8 columns of 8 slots; SwiGLU and scales are products of their own.
     assert bounded.count("FADD") >= 64
+
+
+def test_cells_hold_what_a_call_with_plain_numbers_would(tmp_path, monkeypatch):
+    """The oracle is the conversion that CuTe DSL makes of a call's own arguments."""
+    from cuda.bindings.driver import CUstream
+
+    monkeypatch.setenv("MOE_EP_CACHE_DIR", str(tmp_path))
+    function = load(make_spec(DECODE).kernel_build())
+    addresses, numbers = range(1 << 40, (1 << 40) + 17), (8, -1, 3, 66, 0)
+    arguments = (*addresses, *numbers, CUstream(77))
+    expected, kept = function.execution_args.generate_execution_args(arguments, {})
+    call = Call(
+        function,
+        weights=tuple(addresses[5:11]),
+        heaps=addresses[11],
+        local=addresses[12],
+        record=addresses[13],
+        timeout_ns=addresses[14],
+        stamps=addresses[16],
+        first_rank=3,
+        ctas_per_rank=66,
+    )
+    changing = (call.x, call.topk_ids, call.topk_weights, call.out, call.token_counts)
+    for cell, value in zip(changing, addresses, strict=False):
+        cell.value = value
+    call.late_ns.value, call.num_tokens.value, call.late_rank.value = addresses[15], 8, -1
+    call.stream.value = 77
+    sizes = [8] * len(addresses) + [4] * len(numbers) + [8]
+    found = [
+        ctypes.string_at(pointer.value, size)
+        for pointer, size in zip(call.launch.pointers, sizes, strict=True)
+    ]
+    assert found == [
+        ctypes.string_at(getattr(pointer, "value", pointer), size)
+        for pointer, size in zip(expected, sizes, strict=True)
+    ]
+    del kept
