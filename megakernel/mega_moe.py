@@ -188,6 +188,14 @@ def make_buckets(
     return tuple(buckets)
 
 
+def choose_bucket(buckets: tuple[Bucket, ...], max_tokens: int | None) -> int:
+    """Position of the first bucket that holds so many tokens a rank; None: the capacity."""
+    last = len(buckets) - 1
+    if max_tokens is None:
+        return last
+    return next((i for i in range(last) if max_tokens <= buckets[i].max_tokens), last)
+
+
 def usual_rows(max_rows: float) -> float:
     """Mean rows per expert for which an expert usually has at most `max_rows`: one tile, so that
     its weights are read and decoded once. Routed at random, rows scatter by about the root of the
@@ -265,6 +273,7 @@ class MegaMoE:
         timeout_s: float = 60.0,
     ) -> None:
         self.device = group.device
+        self._is_alone = group.num_ranks == 1
         self.buckets = (
             (Bucket(max_tokens_per_rank, knobs),)
             if knobs
@@ -335,13 +344,14 @@ class MegaMoE:
         topk_ids      [T, K] int32 or int64, [n, C, K]
         topk_weights  [T, K] FP32, [n, C, K]
         weights       of this rank's experts; of virtual ranks those of all experts
-        max_tokens    bound on every rank's tokens that chooses the build; default: the capacity
+        max_tokens    bound on every rank's tokens that chooses the build; default: the capacity.
+                      One rank alone knows it: T
         num_tokens    [n] int32 on the GPU, T of each virtual rank, or -1 - code to refuse
         late_rank     virtual rank that starts `late_s` late, or if that is negative never: for
                       tests
         """
         call = self._call(
-            max_tokens,
+            choose_bucket(self.buckets, len(x) if self._is_alone else max_tokens),
             topk_ids.dtype == torch.int64,
             *(weights.w13.data_ptr(), weights.w13_alpha.data_ptr(), _address(weights.b13)),
             *(weights.w2.data_ptr(), weights.w2_alpha.data_ptr(), _address(weights.b2)),
@@ -355,12 +365,11 @@ class MegaMoE:
         call.stream.value = stream.cuda_stream
         call.launch()
 
-    def _bind(self, max_tokens: int | None, ids_are_int64: bool, *weights: int) -> "Call":
-        """The build for a bound on tokens, with everything that stays from call to call."""
-        fits = (b for b in self.buckets if max_tokens is not None and max_tokens <= b.max_tokens)
-        bucket = next(fits, self.buckets[-1])
+    def _bind(self, bucket_idx: int, ids_are_int64: bool, *weights: int) -> "Call":
+        """A build with everything that stays from call to call."""
+        knobs = self.buckets[bucket_idx].knobs
         return Call(
-            load(self.spec(bucket.knobs, ids_are_int64).kernel_build()),
+            load(self.spec(knobs, ids_are_int64).kernel_build()),
             weights=weights,
             heaps=self.memory.heaps.data_ptr(),
             local=self.memory.local.data_ptr(),

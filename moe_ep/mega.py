@@ -96,15 +96,18 @@ class MegaBackend:
     def warmup(self) -> None:
         """Compile, load and launch every kernel that a call may take; waits for the GPU."""
         self._mega.warmup()
-        x_TH = torch.zeros(1, self._shape.hidden, dtype=torch.bfloat16, device=self._device)
-        weights_TK = torch.zeros(1, self._shape.top_k, device=self._device)
-        with torch.cuda.device(self._device):
+        most = self._mega.buckets[-1].max_tokens
+        shape, device = (most, self._shape.top_k), self._device
+        x_TH = torch.zeros(most, self._shape.hidden, dtype=torch.bfloat16, device=device)
+        weights_TK = torch.zeros(shape, device=device)
+        with torch.cuda.device(device):
             for dtype in _ID_DTYPES:
-                masked_TK = torch.full_like(weights_TK, -1, dtype=dtype)
+                masked_TK = torch.full(shape, -1, dtype=dtype, device=device)
                 for bucket in self._mega.buckets:
+                    n = bucket.max_tokens
                     self._mega.forward(
-                        *(x_TH, masked_TK, weights_TK, self._prepared, torch.empty_like(x_TH)),
-                        max_tokens=bucket.max_tokens,
+                        *(x_TH[:n], masked_TK[:n], weights_TK[:n], self._prepared, x_TH[:n]),
+                        max_tokens=n,
                     )
             torch.cuda.synchronize()
         self._is_warm = True

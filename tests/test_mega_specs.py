@@ -8,7 +8,13 @@ from moe_ep import MegaConfig, MoEShape, mega_limits
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.config import MegaKernelConfig
 from moe_ep.megakernel.knobs import KNOB_TABLE, MAX_LOCAL_EXPERTS, MAX_SMEM_BYTES, choose_knobs
-from moe_ep.megakernel.mega_moe import fit_spec, make_buckets, make_layout, usual_rows
+from moe_ep.megakernel.mega_moe import (
+    choose_bucket,
+    fit_spec,
+    make_buckets,
+    make_layout,
+    usual_rows,
+)
 from moe_ep.megakernel.problem import WEIGHT_FORMATS
 
 CAPACITIES = (1, 8, 98, 99, 512, 8192)
@@ -35,6 +41,15 @@ def test_buckets_ascend_to_the_capacity(name, capacity, num_ranks):
     assert limits == sorted(set(limits)) and limits[-1] == capacity
     widths = [bucket.knobs.max_tile_width for bucket in buckets]
     assert widths == sorted(widths)
+
+
+def test_a_call_takes_the_narrowest_build_that_its_bound_allows():
+    buckets = make_buckets("nvfp4", make_shape(), 2048, 1)
+    assert len(buckets) == 3
+    assert choose_bucket(buckets, None) == choose_bucket(buckets, 2048) == 2
+    assert choose_bucket(buckets, 0) == choose_bucket(buckets, buckets[0].max_tokens) == 0
+    for i in (0, 1):
+        assert choose_bucket(buckets, buckets[i].max_tokens + 1) == i + 1
 
 
 def test_nine_experts_in_ten_fit_one_tile_at_the_limit_of_a_build():

@@ -290,8 +290,10 @@ def test_fewer_sms_give_the_same_bits(max_sms):
     assert_same_bits(Layer(max_sms=max_sms).run(inputs), shared_layer().run(inputs))
 
 
-def test_buckets_of_one_capacity_give_the_same_bits_in_turn():
-    layer = Layer(capacity=400)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_buckets_of_one_capacity_give_the_same_bits_in_turn(num_ranks):
+    """One rank alone takes the bucket of its tokens; several that of their bound."""
+    layer = Layer(num_ranks, capacity=400)
     assert len(layer.mega.buckets) > 2
     inputs = tokens(400, 11)
     expected = layer.run(inputs)
