@@ -77,8 +77,9 @@ def test_several_ranks_are_lean(options, tmp_path):
     assert_lean(make_spec(DECODE, **options), tmp_path)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in NAMED_ACTIVATIONS if kind != "swiglu"])
-def test_every_activation_is_lean_with_a_bias(kind, tmp_path):
+@pytest.mark.parametrize("kind", ["situ", "relu2"])
+def test_the_longest_activation_and_one_without_gate_are_lean_with_a_bias(kind, tmp_path):
+    """The GEMMs' own tests take every activation."""
     activation = NAMED_ACTIVATIONS[kind]
     spec = make_spec(DECODE, activation=activation, has_bias13=True, has_bias2=True)
     assert_lean(spec, tmp_path)

@@ -1,0 +1,142 @@
+"""The host side of the layer over the mega kernel, on a CPU: the kernel is the specification."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+from layer_cases import make_inputs, make_weights
+
+from moe_ep import MoEInputs, MoEShape, mega
+from moe_ep.comm.errors import MoEEpConfigError, MoEEpStateError
+from moe_ep.comm.group import EpGroup
+from moe_ep.config import MegaKernelConfig
+from moe_ep.megakernel.mega_moe import Bucket
+from moe_ep.reference import moe_reference
+
+SHAPE = MoEShape(num_experts=4, top_k=2, hidden=32, intermediate=32)
+CAPACITY = 8
+
+
+class FakeMega:
+    """`MegaMoE` for one rank; refuses tensors that the kernel could not take."""
+
+    def __init__(self, group, shape, weights_format, **options) -> None:
+        self.shape, self.options = shape, options
+        self.buckets = (Bucket(3, None), Bucket(options["max_tokens_per_rank"], None))
+        self.num_bytes, self.num_warmups, self.calls = 1000, 0, []
+        self.found = None
+
+    def warmup(self) -> None:
+        self.num_warmups += 1
+
+    def forward(self, x, topk_ids, topk_weights, weights, out, *, max_tokens=None) -> None:
+        for tensor in (x, topk_ids, topk_weights, out):
+            assert tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
+        self.calls.append((len(x), topk_ids.dtype, max_tokens))
+        out.copy_(moe_reference(MoEInputs(x, topk_ids, topk_weights), weights, self.shape))
+
+    def check(self) -> None:
+        if self.found:
+            error, self.found = self.found, None
+            raise error
+
+    def destroy(self) -> None:
+        self.calls = None
+
+
+def fake_prepare(weights, out=None):
+    if out is None:
+        return weights
+    for name, tensor in out.tensors.items():
+        tensor.copy_(getattr(weights, name))
+    return out
+
+
+@pytest.fixture
+def cuda(monkeypatch) -> SimpleNamespace:
+    state = SimpleNamespace(is_capturing=False)
+    monkeypatch.setattr(mega, "MegaMoE", FakeMega)
+    monkeypatch.setattr(mega, "prepare", fake_prepare)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.is_capturing)
+    return state
+
+
+def make_backend(**config) -> mega.MegaBackend:
+    weights = make_weights(SHAPE)
+    group, kernel = EpGroup.single("cpu"), MegaKernelConfig(**config)
+    return mega.MegaBackend(SHAPE, weights, group, CAPACITY, kernel, 60.0)
+
+
+def test_a_call_is_the_layer_for_any_strides_and_any_out(cuda):
+    backend, inputs = make_backend(), make_inputs(SHAPE, 5, seed=1, masked=0.2)
+    expected = moe_reference(inputs, make_weights(SHAPE), SHAPE)
+    assert torch.equal(backend.forward(inputs, CAPACITY), expected)
+    strided = MoEInputs(
+        torch.stack([inputs.hidden_states] * 2, dim=1)[:, 1],
+        inputs.topk_ids.long().T.contiguous().T,
+        inputs.topk_weights.repeat(1, 2)[:, :2],
+    )
+    out = torch.empty(5, 2 * SHAPE.hidden, dtype=torch.bfloat16)[:, ::2]
+    assert backend.forward(strided, 5, out) is out
+    assert torch.equal(out, expected)
+    whole = torch.empty(5, SHAPE.hidden, dtype=torch.bfloat16)
+    assert backend.forward(inputs, 5, whole) is whole
+    assert torch.equal(whole, expected)
+    assert backend._mega.calls[-2:] == [(5, torch.int64, 5), (5, torch.int32, 5)]
+
+
+def test_warm_up_launches_every_build_with_both_kinds_of_ids_once(cuda):
+    backend = make_backend()
+    backend.forward(make_inputs(SHAPE, 2, seed=1), CAPACITY)
+    backend.forward(make_inputs(SHAPE, 2, seed=2), CAPACITY)
+    assert backend._mega.num_warmups == 1
+    warm = [(n, dtype, n) for dtype in (torch.int32, torch.int64) for n in (3, CAPACITY)]
+    assert backend._mega.calls[:4] == warm
+    assert len(backend._mega.calls) == 6
+
+
+def test_a_capture_needs_a_warm_layer(cuda):
+    backend = make_backend()
+    cuda.is_capturing = True
+    with pytest.raises(MoEEpStateError, match="warm up first"):
+        backend.require_callable()
+    with pytest.raises(MoEEpStateError, match="outside the capture"):
+        backend.check()
+    cuda.is_capturing = False
+    backend.warmup()
+    cuda.is_capturing = True
+    backend.require_callable()
+
+
+def test_what_a_kernel_found_is_raised_by_the_next_call_and_by_check(cuda):
+    backend = make_backend()
+    for raised in (backend.require_callable, backend.check):
+        backend._mega.found = MoEEpConfigError("topk_ids[0, 1] was 9")
+        with pytest.raises(MoEEpConfigError, match="was 9"):
+            raised()
+        raised()
+
+
+def test_an_update_goes_to_the_same_addresses(cuda):
+    backend, inputs = make_backend(), make_inputs(SHAPE, 4, seed=3)
+    address, other = backend._prepared.w13.data_ptr(), make_weights(SHAPE, seed=7)
+    backend.update_weights(other)
+    assert backend._prepared.w13.data_ptr() == address
+    assert torch.equal(backend.forward(inputs, 4), moe_reference(inputs, other, SHAPE))
+
+
+def test_settings_reach_the_kernel_and_memory_is_told(cuda):
+    backend = make_backend(max_sms=20)
+    options = backend._mega.options
+    assert options["max_sms"] == 20 and options["timeout_s"] == 60.0
+    assert options["max_tokens_per_rank"] == CAPACITY and not options["has_bias13"]
+    assert backend.memory["shared workspace"] == 1000
+    assert backend.memory["prepared weights"] == make_weights(SHAPE).num_bytes
+    with pytest.raises(MoEEpConfigError, match="hidden_states"):
+        backend.refuse("hidden_states has 9 tokens")
