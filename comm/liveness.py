@@ -87,7 +87,7 @@ class Liveness:
             ) from cause
         names = ", ".join(self._group.rank_name(rank) for rank in missing)
         raise MoEEpTimeoutError(
-            f"{where} failed: no sign of life from {names} "
+            f"{where} failed: no sign of life from {names}, lost or not in this call "
             f"(of {self._group.num_ranks} ranks; timeout_s={self._timeout_s:g})",
             phase=phase,
             step=step,

@@ -6,7 +6,9 @@
 Under torchrun every process is one rank; plain `python` is one rank without a process group.
 """
 
+import logging
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_ep.comm.errors import MoEEpConfigError
+from moe_ep.comm.errors import MoEEpConfigError, MoEEpTransportError
 from moe_ep.comm.group import EpGroup
 from moe_ep.comm.symmetric import finish_nvshmem
 from moe_ep.launch import log
@@ -23,6 +25,8 @@ from moe_ep.launch import log
 # torchrun sets all five. A cluster may export the address everywhere, so it alone says nothing.
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
+_QUIET_S = 10.0
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -61,7 +65,8 @@ def init(device: str | None = None, *, timeout_s: float = 600.0) -> EpGroup:
         if rank >= num_ranks:
             raise MoEEpConfigError(f"RANK is {rank}; allowed: below WORLD_SIZE, {num_ranks}")
         bound = bind_device(device, local_rank)
-        start_process_group(bound, timeout_s, init_method="env://")
+        with _reported_wait(rank, num_ranks):
+            start_process_group(bound, timeout_s, init_method="env://")
     else:
         bound = bind_device(device, 0)
     group = EpGroup.default(bound)
@@ -79,7 +84,13 @@ def shutdown(group: EpGroup) -> None:
         return
     if group.device.type == "cuda":
         torch.cuda.synchronize(group.device)
-    dist.barrier(group.process_group)
+    try:
+        dist.barrier(group.process_group)
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise MoEEpTransportError(
+            f"the ranks cannot end together, one of them is lost or still busy: {reason}"
+        ) from None
     finish_nvshmem()
     dist.destroy_process_group()
 
@@ -110,6 +121,20 @@ def start_process_group(device: torch.device, timeout_s: float, **rendezvous: An
     else:
         backend = "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **rendezvous)
+
+
+@contextmanager
+def _reported_wait(rank: int, num_ranks: int) -> Iterator[None]:
+    """Say what a start waits for that takes longer than `_QUIET_S`."""
+    address = ":".join(os.environ[name] for name in _ADDRESS_VARIABLES)
+    text = "rank %d waits at %s for the other ranks of %d"
+    timer = threading.Timer(_QUIET_S, _log.warning, args=(text, rank, address, num_ranks))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _is_launched() -> bool:

@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 import time
 
-from moe_ep.comm.errors import MoEEpUnavailableError
+from moe_ep.comm.errors import MoEEpConfigError, MoEEpUnavailableError
 from moe_ep.launch.geometries import GEOMETRIES, geometry
 from moe_ep.megakernel.compile_cache import CACHE_DIR_VARIABLE, KernelBuild, cache_dir, compile_all
 from moe_ep.megakernel.grouped_gemm import GemmSpec
@@ -77,6 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    counts = [("--ranks", num_ranks) for num_ranks in args.ranks]
+    if args.jobs is not None:
+        counts.append(("--jobs", args.jobs))
+    for option, count in counts:
+        if count < 1:
+            raise MoEEpConfigError(f"{option} must be at least 1, got {count}")
     builds = {}
     for name in args.geometry:
         shape = geometry(name)

@@ -83,6 +83,7 @@ def show(report: Report) -> None:
     console = Console()
     console.print(report.backend, markup=False, highlight=False, soft_wrap=True)
     speed = Table.grid(padding=(0, 2))
+    speed.add_row("model", "small Qwen3-MoE of transformers, seeded and not trained")
     speed.add_row("ranks", f"{report.num_ranks} on {report.device}")
     speed.add_row(
         "text",

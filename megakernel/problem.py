@@ -179,6 +179,8 @@ WEIGHT_FORMATS = {
 
 def weight_format(name: str) -> WeightFormat:
     """The format of that name; raises `MoEEpConfigError` listing the names."""
+    if not isinstance(name, str):
+        raise MoEEpConfigError(f"weights_format must be a name, got {type(name).__name__}")
     if name not in WEIGHT_FORMATS:
         raise MoEEpConfigError(
             f"weight format {name!r} is not known; allowed: {', '.join(WEIGHT_FORMATS)}"

@@ -42,8 +42,6 @@ def check_inputs(
     max_tokens   most tokens that this call may bring
     reads_ids    whether to look for ids that are no experts, which waits for the device
     """
-    if not isinstance(inputs, MoEInputs):
-        raise MoEEpConfigError(f"inputs must be MoEInputs, got {type(inputs).__name__}")
     x = inputs.hidden_states
     check_tensor("hidden_states", x, (torch.bfloat16,), (None, shape.hidden), device)
     num_tokens = x.shape[0]

@@ -284,8 +284,10 @@ class MoEEpLayer(torch.nn.Module):
         )
 
     def _check_call(self, inputs: MoEInputs, out: torch.Tensor | None, bound: int) -> None:
+        if not isinstance(inputs, MoEInputs):
+            raise MoEEpConfigError(f"inputs must be MoEInputs, got {type(inputs).__name__}")
         if isinstance(bound, bool) or not isinstance(bound, int):
-            raise MoEEpConfigError(f"max_tokens must be an int, got {bound!r}")
+            raise MoEEpConfigError(f"max_tokens must be an int, got {type(bound).__name__}")
         if not 0 <= bound <= self.max_tokens_per_rank:
             raise MoEEpConfigError(
                 f"max_tokens is {bound}; allowed: 0 to max_tokens_per_rank "

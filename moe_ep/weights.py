@@ -78,6 +78,14 @@ class MoEWeights:
         if self.device.type != "meta":
             check_scales(self)
 
+    def __repr__(self) -> str:
+        """What the weights are, without their numbers."""
+        return (
+            f"MoEWeights({self.weights_format}, {self.num_local_experts} of {self.num_experts} "
+            f"experts, hidden {self.hidden}, intermediate {self.intermediate}, "
+            f"{self.parallel} rank {self.rank} of {self.num_ranks}, on {self.device})"
+        )
+
     @classmethod
     def from_dense(
         cls,
@@ -170,6 +178,8 @@ class MoEWeights:
         **tensors: torch.Tensor | None,
     ) -> "MoEWeights":
         for name, tensor in (("w13", w13), ("w2", w2)):
+            if not isinstance(tensor, torch.Tensor):
+                raise MoEEpConfigError(f"{name} must be a tensor, got {type(tensor).__name__}")
             if tensor.dim() != 3:
                 raise MoEEpConfigError(
                     f"{name} must be [experts, rows, columns], got shape {tuple(tensor.shape)}"
@@ -317,7 +327,9 @@ class MoEWeights:
             )
         if parallel not in PARALLEL_MODES:
             raise MoEEpConfigError(f"parallel must be one of {PARALLEL_MODES}, got {parallel!r}")
-        if num_ranks < 1 or not 0 <= rank < num_ranks:
+        if num_ranks < 1:
+            raise MoEEpConfigError(f"num_ranks must be at least 1, got {num_ranks}")
+        if not 0 <= rank < num_ranks:
             raise MoEEpConfigError(f"rank must be 0 to {num_ranks - 1}, got {rank}")
         if num_ranks == 1:
             return replace(self, parallel=parallel)

@@ -1,7 +1,10 @@
 """launch/bootstrap.py and log.py: environments, devices, groups, teardown."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_ep.comm.errors import MoEEpConfigError
+from moe_ep.comm.errors import MoEEpConfigError, MoEEpTransportError
 from moe_ep.launch import bootstrap, log, spawn
 
 TORCHRUN = {
@@ -101,6 +104,33 @@ def take_the_group_that_is_there(rank: int, num_ranks: int) -> tuple[int, int, b
 
 def test_a_group_that_is_there_is_taken_and_left() -> None:
     assert spawn.run(take_the_group_that_is_there, 2) == [(0, 2, True), (1, 2, True)]
+
+
+def end_after_a_loss(rank: int, num_ranks: int) -> str:
+    group = bootstrap.init("cpu")
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(MoEEpTransportError) as caught:
+        bootstrap.shutdown(group)
+    return str(caught.value)
+
+
+def test_the_end_without_a_lost_rank_is_one_sentence() -> None:
+    text, _ = spawn.run(end_after_a_loss, 2, expect_killed=[1])
+    assert text.startswith("the ranks cannot end together, one of them is lost or still busy: ")
+    assert "\n" not in text
+
+
+def test_a_long_wait_for_other_ranks_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(bootstrap, "_QUIET_S", 0.05)
+    monkeypatch.setattr(bootstrap, "start_process_group", lambda *_, **__: time.sleep(0.5))
+    for name, value in (TORCHRUN | {"WORLD_SIZE": "2"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(MoEEpConfigError):  # nothing was started
+        bootstrap.init("cpu")
+    assert "rank 0 waits at 127.0.0.1:29500 for the other ranks of 2" in caplog.text
 
 
 def order_of_shutdown(rank: int, num_ranks: int) -> list[str]:

@@ -79,3 +79,10 @@ def test_without_cute_dsl_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "cutlass.cute", None)
     assert main(["compile", "--geometry", "tiny"]) == 2
     assert "nvidia-cutlass-dsl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--ranks", "--jobs"])
+@pytest.mark.parametrize("count", ["0", "-2"])
+def test_a_count_below_one_is_refused_before_anything_is_compiled(option, count, capsys):
+    assert main(["compile", "--geometry", "tiny", option, count]) == 2
+    assert f"{option} must be at least 1, got {count}" in capsys.readouterr().err

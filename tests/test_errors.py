@@ -56,6 +56,14 @@ good = good_inputs()
 # Name -> (arguments of forward, what the message says of argument, value and allowed values).
 BAD_CALLS: dict[str, tuple[Callable[[], dict], str]] = {
     "not MoEInputs": (lambda: {"inputs": "x"}, "inputs must be MoEInputs, got str"),
+    "tensors in place of MoEInputs": (
+        lambda: {
+            "inputs": good.hidden_states,
+            "out": good.topk_ids,
+            "max_tokens": good.topk_weights,
+        },
+        "inputs must be MoEInputs, got Tensor",
+    ),
     "x dtype": (
         lambda: {"inputs": changed(hidden_states=good.hidden_states.float())},
         "hidden_states has dtype torch.float32; allowed: torch.bfloat16",

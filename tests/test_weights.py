@@ -421,3 +421,23 @@ def test_columns_that_are_no_whole_blocks_are_refused_with_the_multiple():
         match="down matrix of expert 0 has 48 columns; mxfp4 takes multiples of 32",
     ):
         dense(hidden=64, intermediate=48).quantize("mxfp4")
+
+
+def test_what_is_no_tensor_is_named():
+    w13, w2 = torch.zeros(2, 8, 4).bfloat16(), torch.zeros(2, 4, 4).bfloat16()
+    with pytest.raises(MoEEpConfigError, match="w13 must be a tensor, got list"):
+        MoEWeights.from_dense([w13], w2)
+    with pytest.raises(MoEEpConfigError, match="w2 must be a tensor, got ndarray"):
+        MoEWeights.from_dense(w13, np.zeros((2, 4, 4)))
+
+
+@pytest.mark.parametrize("parallel", ["ep", "tp"])
+def test_shards_of_no_ranks_are_refused(parallel):
+    with pytest.raises(MoEEpConfigError, match="num_ranks must be at least 1, got 0"):
+        dense().shard(parallel, 0, 0)
+
+
+def test_the_repr_shows_no_numbers():
+    assert repr(dense().shard("ep", 1, 2)) == (
+        "MoEWeights(bf16, 1 of 3 experts, hidden 256, intermediate 384, ep rank 1 of 2, on cpu)"
+    )
