@@ -287,7 +287,7 @@ class MoEEpLayer(torch.nn.Module):
         if not isinstance(inputs, MoEInputs):
             raise MoEEpConfigError(f"inputs must be MoEInputs, got {type(inputs).__name__}")
         if isinstance(bound, bool) or not isinstance(bound, int):
-            raise MoEEpConfigError(f"max_tokens must be an int, got {type(bound).__name__}")
+            raise MoEEpConfigError(f"max_tokens must be an int, got {bound!r}")
         if not 0 <= bound <= self.max_tokens_per_rank:
             raise MoEEpConfigError(
                 f"max_tokens is {bound}; allowed: 0 to max_tokens_per_rank "
