@@ -27,6 +27,9 @@ from moe_ep.integrations.transformers import (
 from moe_ep.launch import spawn
 from moe_ep.reference import moe_oracle_fp64
 
+# Four processes import transformers and run seven models each: minutes on busy cores.
+pytestmark = pytest.mark.timeout(900)
+
 NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 8, 2, 128, 64
 NUM_PROMPTS, PROMPT_LENGTHS = 4, (61, 64, 37, 50)
 SIZE = dict(vocab_size=256, hidden_size=HIDDEN, num_attention_heads=4, initializer_range=0.08)
@@ -282,7 +285,7 @@ def worker(rank: int, _num_ranks: int) -> dict[tuple[int, Case, int], Outcome]:
 @pytest.fixture(scope="module")
 def outcomes() -> dict[tuple[int, Case, int], Outcome]:
     """(number of ranks, case, prompt index) -> outcome."""
-    per_rank = spawn.run(worker, 4, timeout_s=280)
+    per_rank = spawn.run(worker, 4, timeout_s=840)
     return {key: outcome for found in per_rank for key, outcome in found.items()}
 
 
