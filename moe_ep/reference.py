@@ -15,6 +15,7 @@ are decoded and upcast one matrix at a time; the memory beside them is that one 
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -230,15 +231,19 @@ def _slot_terms(inputs: MoEInputs, weights: MoEWeights, shape: MoEShape) -> torc
 
 def _linear(x_PC: torch.Tensor, weights: MoEWeights, name: str, expert: int) -> torch.Tensor:
     """FP32 [P, N]: the rows times one expert's matrix, its global scales and its bias."""
-    matmul = _matmul_cuda if x_PC.is_cuda else _matmul_cpu
-    rows_PC = x_PC if x_PC.is_cuda else _padded(x_PC)
+    if x_PC.is_cuda:
+        rows_PC, matmul = x_PC, _matmul_cuda
+    else:
+        # Between FC1 and FC2 columns are contiguous: activations then run over whole halves.
+        rows_PC = _padded(x_PC, column_major=name == "w2")
+        matmul = partial(_matmul_cpu, column_major=name == "w13")
     w_NC = weights.unscaled(name, expert)
     if weights.weights_format == "fp8_block":
         # acc = acc + s * partial for each 128 columns, ascending; multiply and add each rounded.
-        out_PN = torch.zeros(len(rows_PC), len(w_NC), dtype=torch.float32, device=x_PC.device)
+        out_PN = 0
         for block_idx, sf_N in enumerate(weights.fp8_scales(name, expert).t()):
             columns = slice(128 * block_idx, 128 * (block_idx + 1))
-            out_PN += matmul(rows_PC[:, columns], w_NC[:, columns]).mul_(sf_N)
+            out_PN = matmul(rows_PC[:, columns], w_NC[:, columns]).mul_(sf_N).add_(out_PN)
     else:
         out_PN = matmul(rows_PC, w_NC)
     for rows, scale in weights.global_scales(name, expert):
@@ -249,25 +254,30 @@ def _linear(x_PC: torch.Tensor, weights: MoEWeights, name: str, expert: int) -> 
     return out_PN[: len(x_PC)]
 
 
-def _padded(x_PC: torch.Tensor) -> torch.Tensor:
+def _padded(x_PC: torch.Tensor, *, column_major: bool) -> torch.Tensor:
     """BF16 -> FP32 rows, zero-padded to a multiple of `CPU_ROW_MULTIPLE`."""
     num_rows, num_cols = x_PC.shape
-    padded_PC = torch.empty(num_rows + -num_rows % CPU_ROW_MULTIPLE, num_cols)
+    padded_PC = _empty(num_rows + -num_rows % CPU_ROW_MULTIPLE, num_cols, column_major)
     padded_PC[:num_rows] = x_PC
     padded_PC[num_rows:] = 0
     return padded_PC
 
 
-def _matmul_cpu(x_PC: torch.Tensor, w_NC: torch.Tensor) -> torch.Tensor:
+def _matmul_cpu(x_PC: torch.Tensor, w_NC: torch.Tensor, *, column_major: bool) -> torch.Tensor:
     """x w^T with FP32 sums; both hold BF16 values, so that products are exact in FP32."""
     num_rows, num_cols = w_NC.shape
-    out_PN = torch.empty(len(x_PC), num_rows)
+    out_PN = _empty(len(x_PC), num_rows, column_major)
     step = min(num_rows, max(CPU_ROW_MULTIPLE, _UPCAST_ELEMENTS // num_cols))
     slab_NC = torch.empty(step, num_cols)
     for first in range(0, num_rows, step):
         w_nC = w_NC[first : first + step]
         torch.mm(x_PC, slab_NC[: len(w_nC)].copy_(w_nC).t(), out=out_PN[:, first : first + step])
     return out_PN
+
+
+def _empty(num_rows: int, num_cols: int, column_major: bool) -> torch.Tensor:
+    """FP32 [rows, cols], unwritten."""
+    return torch.empty(num_cols, num_rows).t() if column_major else torch.empty(num_rows, num_cols)
 
 
 def _matmul_cuda(x_PC: torch.Tensor, w_NC: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from moe_ep import MoEWeights
 from moe_ep.megakernel.problem import Activation
-from moe_ep.reference import activate, fc1_sums, fc2_sums
+from moe_ep.reference import activate, expert_terms, fc1_sums, fc2_sums
 
 NUM_ROWS = 300
 HIDDEN = 1024
@@ -60,6 +60,22 @@ def test_fc1_and_fc2_rows_keep_their_bits(format_name, num_threads, monkeypatch)
     for rows in spans(ALL_COUNTS if format_name == "bf16" else SOME_COUNTS):
         assert torch.equal(fc1_sums(x_PH[rows], weights, 0), fc1_PN[rows]), rows
         assert torch.equal(fc2_sums(hidden_PI[rows], weights, 0), fc2_PH[rows]), rows
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("format_name", INTERMEDIATES)
+def test_rows_keep_their_bits_through_a_whole_expert(format_name, num_threads, monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(MoEWeights, "unscaled", cache(MoEWeights.unscaled))
+    weights = one_expert(format_name).shard("tp", 0, 1)  # terms in FP32
+    x_PH = torch.randn(NUM_ROWS, HIDDEN).bfloat16()
+    torch.set_num_threads(1)
+    want_PH = expert_terms(x_PH, weights, 0, Activation("swiglu"))
+    assert want_PH.dtype == torch.float32
+    torch.set_num_threads(num_threads)
+    for rows in spans(SOME_COUNTS):
+        got_PH = expert_terms(x_PH[rows], weights, 0, Activation("swiglu"))
+        assert torch.equal(got_PH, want_PH[rows]), rows
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
