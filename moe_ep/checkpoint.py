@@ -191,7 +191,10 @@ def load(
     fmt = checkpoint_format(format, gate_up_order)
     prefix, names = checkpoint.find_experts(layer)
     form = meta_weights(shape, fmt, expert_map).shard(parallel, rank, num_ranks)
-    experts = expert_map.logical_of(form.expert_ids) if expert_map else form.expert_ids
+    experts = form.expert_ids
+    if expert_map:
+        form = replace(form, slot_experts=expert_map.physical_to_logical)
+        experts = expert_map.logical_of(form.expert_ids)
     wanted = check_tensors(checkpoint, prefix, names, fmt, form, shape.num_experts, experts)
     tensors = {n: torch.empty_like(t, device=device) for n, t in form.tensors.items()}
     bytes_before = checkpoint.bytes_read

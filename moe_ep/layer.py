@@ -22,7 +22,7 @@ from moe_ep.config import Backend, GroupedGemmConfig, MegaConfig, SplitConfig
 from moe_ep.fingerprint import agree, fingerprint
 from moe_ep.inputs import MoEInputs, check_inputs, check_tensor
 from moe_ep.megakernel.problem import MoEShape, owned_experts
-from moe_ep.placement import ExpertMap, PhysicalIds, slots_shape
+from moe_ep.placement import ExpertMap, PhysicalIds, check_placed, slots_shape
 from moe_ep.rebalance import agree_on_moves, move_experts
 from moe_ep.refit import check_update, stage
 from moe_ep.split import ExpertKernel, SplitBackend, TorchExperts
@@ -222,7 +222,10 @@ class MoEEpLayer(torch.nn.Module):
                 round_fp16=round_fp16,
             )
         else:
+            if format is not None or prefix:
+                raise MoEEpConfigError("format and prefix go with named tensors, not MoEWeights")
             check_update(weights, self._form, self._group.device)
+            check_placed(weights, self._expert_map)
             write = partial(self._backend.update_weights, weights)
         self._write_weights(write)
 
@@ -375,6 +378,7 @@ def _check_arguments(
         value = getattr(weights, name)
         if value != wanted:
             raise MoEEpConfigError(f"{name} of the weights is {value}, the shape has {wanted}")
+    check_placed(weights, expert_map)
     if (weights.rank, weights.num_ranks) != (group.rank, group.num_ranks):
         raise MoEEpConfigError(
             f"weights are those of rank {weights.rank} of {weights.num_ranks}, the group has rank "

@@ -107,7 +107,21 @@ def place(weights: MoEWeights, expert_map: ExpertMap) -> MoEWeights:
         **{name: select_experts(tensor, index) for name, tensor in weights.tensors.items()},
         num_experts=expert_map.num_physical,
         expert_ids=tuple(range(expert_map.num_physical)),
+        slot_experts=expert_map.physical_to_logical,
     )
+
+
+def check_placed(weights: MoEWeights, expert_map: ExpertMap | None) -> None:
+    """Raise `MoEEpConfigError` naming the first slot whose expert is not the map's."""
+    num_slots = weights.num_experts
+    held = weights.slot_experts or tuple(range(num_slots))
+    wanted = expert_map.physical_to_logical if expert_map else tuple(range(num_slots))
+    for slot, (have, want) in enumerate(zip(held, wanted, strict=True)):
+        if have != want:
+            raise MoEEpConfigError(
+                f"weights hold expert {have} in slot {slot}, expert_map puts {want} there; place "
+                "weights by the layer's map: place(weights, expert_map) or load(..., expert_map=)"
+            )
 
 
 class PhysicalIds:

@@ -37,6 +37,8 @@ def stage(
     Raises `MoEEpConfigError` naming the tensor for an unknown name, another shape or dtype, and
     what `moe_ep.load` refuses.
     """
+    if not named:
+        raise MoEEpConfigError("weights is an empty mapping; allowed: at least one named tensor")
     if format is None:
         raise MoEEpConfigError("format is missing; named tensors need the checkpoint's format")
     fmt = checkpoint_format(format, gate_up_order)

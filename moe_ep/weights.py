@@ -46,6 +46,7 @@ class MoEWeights:
                    holds b2, so that the sum over the ranks adds it once
     num_experts    E; expert_ids: the global ids held here, in the order of the tensors
     intermediate   I of the model, whatever is held here
+    slot_experts   where `place` or `load` put experts by a map: the expert of each of E slots
 
     Raises `MoEEpConfigError` for a tensor of another dtype, shape, device or layout, naming what is
     allowed, and, naming tensor and expert, for a scale that is NaN, infinite or negative, for a
@@ -70,6 +71,7 @@ class MoEWeights:
     parallel: str = "ep"
     rank: int = 0
     num_ranks: int = 1
+    slot_experts: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         weight_format(self.weights_format)

@@ -378,6 +378,13 @@ def test_replaced_model_releases_its_own_expert_parameters():
 
 
 @torch.inference_mode()
+def test_a_model_is_replaced_once():
+    model = build_model("Mixtral")
+    replace_moe_layers(model, EpGroup.single("cpu"), max_tokens_per_rank=8)
+    with pytest.raises(MoEEpStateError, match="runs a MoEEpLayer already"):
+        replace_moe_layers(model, EpGroup.single("cpu"), max_tokens_per_rank=8)
+
+
 def test_model_that_shares_a_replaced_models_config_raises():
     model = build_model("Qwen3-MoE")
     untouched = hf.Qwen3MoeForCausalLM(model.config).to(torch.bfloat16)

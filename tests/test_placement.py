@@ -22,6 +22,8 @@ from moe_ep.reference import moe_reference
 
 SHAPE = MoEShape(num_experts=8, top_k=2, hidden=64, intermediate=64)
 COPIES = ExpertMap(8, (0, 1, 2, 3, 4, 5, 6, 7, 0, 5))
+SWAPPED = ExpertMap(8, (1, 0, 2, 3, 4, 5, 6, 7))
+OTHER = ExpertMap(8, (*SWAPPED.physical_to_logical, 0, 5))
 REVERSED = ExpertMap(8, (7, 6, 5, 4, 3, 2, 1, 0, 1, 1))
 SPREAD = ExpertMap(8, (0, 2, 4, 6, 1, 3, 5, 7, 2, 2))
 
@@ -117,6 +119,9 @@ def test_an_id_between_experts_and_slots_is_still_no_expert(bad_id):
         (lambda w: (w, ExpertMap.identity(7)), "places 7 experts, shape has 8"),
         (lambda w: (w, (0, 1)), "expert_map must be an ExpertMap, got tuple"),
         (lambda w: (w.shard("tp", 0, 1), ExpertMap.identity(8)), "expert_map needs parallel 'ep'"),
+        (lambda w: (place(w, OTHER), COPIES), "hold expert 1 in slot 0, expert_map puts 0 there"),
+        (lambda w: (place(w, SWAPPED), None), "hold expert 1 in slot 0, expert_map puts 0 there"),
+        (lambda w: (w, SWAPPED), "hold expert 0 in slot 0, expert_map puts 1 there"),
     ],
 )
 def test_weights_that_do_not_fit_the_map_are_refused(build, message):
@@ -226,3 +231,13 @@ def test_identity_has_no_copies_and_can_be_moved():
     w2 = {f"{e}.down_proj.weight": scaled.w2[e] for e in range(8)}
     layer.update_weights(w2, format="hf")  # names are those of the experts, wherever they are
     assert torch.equal(layer(inputs), moe_reference(inputs, scaled, SHAPE))
+
+
+def test_new_weights_of_another_map_are_refused_and_nothing_is_written():
+    weights = make_weights(SHAPE)
+    layer = MoEEpLayer(SHAPE, place(weights, COPIES), max_tokens_per_rank=4, expert_map=COPIES)
+    inputs = make_inputs(SHAPE, 4, seed=1)
+    before = layer(inputs)
+    with pytest.raises(MoEEpConfigError, match="hold expert 1 in slot 0, expert_map puts 0 there"):
+        layer.update_weights(place(weights, OTHER))
+    assert torch.equal(layer(inputs), before)

@@ -211,3 +211,12 @@ def tensor_bytes() -> int:
             storage = thing.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
+
+
+def test_an_update_of_nothing_and_a_format_for_weights_are_refused(loaded):
+    layer = MoEEpLayer(SHAPE, loaded("hf"), max_tokens_per_rank=16)
+    with pytest.raises(MoEEpConfigError, match="empty mapping"):
+        layer.update_weights({}, format="hf")
+    for options in ({"format": "hf"}, {"prefix": "model."}):
+        with pytest.raises(MoEEpConfigError, match="format and prefix go with named tensors"):
+            layer.update_weights(loaded("hf"), **options)

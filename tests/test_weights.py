@@ -170,18 +170,19 @@ def test_quantize_lets_the_originals_go(format_name):
 
 
 PEAK = """
-import resource, torch
+import re, torch
 from moe_ep import MoEWeights
-def resident(): return resource.getpagesize() * int(open("/proc/self/statm").read().split()[1])
+def memory(name):  # VmRSS now, VmHWM at most; ru_maxrss would count the parent that forked us
+    return 1024 * int(re.search(name + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1])
 torch.set_num_threads(1)
 tiny = MoEWeights.from_dense(torch.ones(1, 256, 128).bfloat16(), torch.ones(1, 128, 128).bfloat16())
 tiny.quantize("{name}")  # code and allocator are warm
-before = resident()
+before = memory("VmRSS")
 w13 = torch.ones({e}, 2 * {i}, 2048, dtype=torch.bfloat16)
 w2 = torch.ones({e}, 2048, {i}, dtype=torch.bfloat16)
 weights = MoEWeights.from_dense(w13, w2)
 q = weights.quantize("{name}")
-peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+peak = memory("VmHWM")
 print((peak - before) / (weights.num_bytes + q.num_bytes))
 """
 

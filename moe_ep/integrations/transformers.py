@@ -207,6 +207,9 @@ def replace_moe_layers(
     """
     group = group or EpGroup.default(model.device)
     found = find_experts(model)
+    for name, experts in found.items():
+        if hasattr(experts, "moe_ep_layer"):
+            raise MoEEpStateError(f"{name} runs a MoEEpLayer already; load the model anew")
     shapes = {name: experts_shape(experts) for name, experts in found.items()}
     layers = {}
     for name, experts in found.items():
