@@ -1,125 +1,197 @@
-"""Field cases of kind deadlock, and their neighbours, on the CPU over gloo.
+"""Field cases of kind deadlock: each hung another runtime.
 
-Each is a situation that hung another runtime. Every wait here is bounded: by `timeout_s` of the
-layer and by the hard limit of `spawn.run`.
+Every wait is bounded: by `timeout_s` of the layer, by the hard limit of `spawn.run`, by the test's.
 """
 
 import dataclasses
 import os
+import random
 import signal
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
-from layer_cases import make_inputs, make_weights, with_ids
+from field_ranks import (
+    S0,
+    TIMEOUT_S,
+    TOP_1,
+    Virtual,
+    backend_of,
+    device_of,
+    offer_mega,
+    on,
+    parts_of,
+    weights_of,
+)
+from layer_cases import make_inputs, with_ids
 
-from moe_ep import MoEEpLayer, MoEInputs, MoEShape
+from moe_ep import MoEEpLayer, MoEInputs, MoEShape, supports
 from moe_ep.comm.errors import MoEEpConfigError, MoEEpError, MoEEpTimeoutError
+from moe_ep.comm.group import EpGroup
 from moe_ep.launch import spawn
 from moe_ep.reference import moe_reference
 
-# The base case of the list.
-SHAPE = MoEShape(num_experts=8, top_k=2, hidden=256, intermediate=128)
-TOP_1 = MoEShape(num_experts=8, top_k=1, hidden=256, intermediate=128)
+
+@on("cpu4", "split4", "mega4", "split@4", "mega@4")
+def test_A01_a_rank_that_receives_no_token_still_takes_part(ranks):
+    weights = ranks.weights(TOP_1)
+    parts = [with_ids(part, part.topk_ids % 6) for part in ranks.parts(TOP_1, 16)]
+    layer = ranks.layer(TOP_1, weights)
+    first = layer(parts)
+    calls = [layer.bind(parts) for _ in range(200)]
+    for call in calls:  # 200 calls with no wait between
+        call.launch()
+    ranks.assert_right(first, parts, weights, TOP_1)
+    for call in calls:
+        assert all(map(torch.equal, call.outputs(), first))
+    layer.check()
 
 
-def make_layer(
-    rank: int,
-    num_ranks: int,
-    shape: MoEShape = SHAPE,
-    *,
-    capacity: int = 32,
-    timeout_s: float = 60.0,
-    weights_shape: MoEShape | None = None,
-) -> MoEEpLayer:
-    weights = make_weights(weights_shape or shape).shard("ep", rank, num_ranks)
-    return MoEEpLayer(shape, weights, max_tokens_per_rank=capacity, timeout_s=timeout_s)
+@on("cpu2", "split2", "mega2", "split@2", "mega@2")
+def test_A02_ranks_with_nothing_to_do_stay_in_step(ranks):
+    steps = torch.randint(4, (500, 2), generator=torch.Generator().manual_seed(0)).tolist()
+    counts = (0, 1, 7, 16)
+    layer = ranks.layer(S0, ranks.weights())
+    bound = {}
+    for step in steps:
+        if tuple(step) not in bound:
+            parts = parts_of(S0, [counts[choice] for choice in step])
+            bound[tuple(step)] = parts, layer.bind(parts)
+        bound[tuple(step)][1].launch()
+    layer.check()
+    for parts, call in bound.values():
+        ranks.assert_right(call.outputs(), parts, ranks.weights())
 
 
-def is_right(output: torch.Tensor, inputs: MoEInputs, shape: MoEShape = SHAPE) -> bool:
-    return torch.equal(output, moe_reference(inputs, make_weights(shape), shape))
+@on("cpu2", "split2", "split@2")
+def test_A03_two_layers_of_one_group_interleave(ranks):
+    layers = [ranks.layer(S0, ranks.weights()), ranks.layer(S0, ranks.weights(seed=1))]
+    parts = [parts_of(S0, [1, 1]), parts_of(S0, [2, 2], seed=9)]
+    expected = [layer(part) for layer, part in zip(layers, parts, strict=True)]
+    ranks.assert_right(expected[0], parts[0], ranks.weights())
+    calls = [layer.bind(part) for layer, part in zip(layers, parts, strict=True)]
+    order = random.Random(0)
+    for _ in range(200):
+        which = order.randrange(2)
+        calls[which].launch()
+        assert all(map(torch.equal, calls[which].outputs(), expected[which]))
 
 
-def on_four_ranks(rank: int, num_ranks: int) -> dict[str, bool]:
-    seen = {}
-    # A01: rank 3's experts get nothing, rank 3 still sends; 200 calls back to back.
-    inputs = make_inputs(TOP_1, 16, seed=rank)
-    inputs = with_ids(inputs, inputs.topk_ids % 6)
-    layer = make_layer(rank, num_ranks, TOP_1)
-    outputs = [layer(inputs) for _ in range(200)]
-    seen["a01"] = is_right(outputs[0], inputs, TOP_1) and all(
-        torch.equal(output, outputs[0]) for output in outputs
+@contextmanager
+def spinning(milliseconds: float):
+    """A function that holds one SM for so long, on a stream of its own."""
+    side = torch.cuda.Stream()
+    cycles = int(milliseconds * 1e-3 * torch.cuda.clock_rate() * 1e6)
+
+    def spin() -> None:
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(cycles)
+
+    yield spin
+    side.synchronize()
+
+
+@on("mega1", "mega4")
+def test_A04_a_small_kernel_that_holds_an_sm_delays_the_launch_only(ranks):
+    parts = ranks.parts(S0, 16)
+    layer = ranks.layer(S0, ranks.weights())
+    expected = layer(parts)
+    ranks.assert_right(expected, parts, ranks.weights())
+    with spinning(5.0) as spin:
+        calls = [layer.bind(parts) for _ in range(200)]
+        for call in calls:
+            spin()
+            call.launch()
+    layer.check()
+    assert all(all(map(torch.equal, call.outputs(), expected)) for call in calls)
+
+
+@on("mega@2")
+def test_A04_all_reduces_on_another_stream_delay_the_launch_only(ranks):
+    parts = parts_of(S0, [16, 16])
+    layer = ranks.layer(S0, ranks.weights())
+    expected = layer(parts)
+    side, megabyte = torch.cuda.Stream(), torch.zeros(2**18, device="cuda")
+    calls = [layer.bind(parts) for _ in range(200)]
+    for call in calls:
+        with torch.cuda.stream(side):
+            dist.all_reduce(megabyte)
+        call.launch()
+    layer.check()
+    ranks.assert_right(expected, parts, ranks.weights())
+    assert all(all(map(torch.equal, call.outputs(), expected)) for call in calls)
+
+
+@on("mega1", "mega8")
+def test_A05_the_grid_is_what_the_device_can_hold(ranks):
+    """One CTA for each SM or fewer, counted by the CTAs that noted their start."""
+    from moe_ep.megakernel.mega_moe import MegaMoE
+    from moe_ep.megakernel.protocol import Moment
+
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    group = EpGroup.virtual(8) if ranks.num_ranks > 1 else EpGroup.single("cuda")
+    for max_sms, most in ((None, num_sms), (64, 64)):
+        mega = MegaMoE(
+            *(group, S0, "nvfp4"),
+            max_tokens_per_rank=32,
+            max_sms=max_sms,
+            takes_stamps=True,
+            timeout_s=TIMEOUT_S,
+        )
+        mega.stamps.zero_()
+        launch_once(mega, ranks)
+        num_ctas = int((mega.stamps[:, Moment.STARTED] > 0).sum())
+        assert most - ranks.num_ranks < num_ctas <= most
+        mega.destroy()
+    if ranks.num_ranks > 1:
+        with pytest.raises(MoEEpConfigError, match=r"max_sms.* 7.*8"):
+            MegaMoE(group, S0, "nvfp4", max_tokens_per_rank=32, max_sms=7)
+    with pytest.raises(MoEEpConfigError, match="max_sms must be at least 1, got 0"):
+        MegaMoE(group, S0, "nvfp4", max_tokens_per_rank=32, max_sms=0)
+
+
+def launch_once(mega, ranks) -> None:
+    from moe_ep.megakernel.formats import prepare
+
+    parts = parts_of(S0, [32] * ranks.num_ranks)
+    x, ids, weights = (
+        torch.stack([getattr(part, name) for part in parts]).cuda()
+        for name in ("hidden_states", "topk_ids", "topk_weights")
     )
-    # A26: every token of every full rank to the last expert.
-    inputs = with_ids(make_inputs(TOP_1, 32, seed=rank), TOP_1.num_experts - 1)
-    seen["a26"] = is_right(layer(inputs), inputs, TOP_1)
-    return seen
+    options = {}
+    if ranks.num_ranks > 1:
+        options["num_tokens"] = torch.full((ranks.num_ranks,), 32, dtype=torch.int32).cuda()
+    else:
+        x, ids, weights = x[0], ids[0], weights[0]
+    mega.forward(
+        x, ids, weights, prepare(ranks.weights().to("cuda")), torch.empty_like(x), **options
+    )
+    torch.cuda.synchronize()
+    mega.check()
 
 
-def on_two_ranks(rank: int, num_ranks: int) -> dict[str, bool | list[int]]:
-    seen = {}
-    # A02: one seed gives every rank its T in {0, 1, 7, 16}; every rank calls each of 500 times.
-    generator = torch.Generator().manual_seed(0)
-    tokens_per_step = torch.tensor([0, 1, 7, 16])[
-        torch.randint(4, (500, num_ranks), generator=generator)
-    ]
-    by_count = {count: make_inputs(SHAPE, count, seed=10 * rank + count) for count in (0, 1, 7, 16)}
-    layer = make_layer(rank, num_ranks)
-    last = {}
-    for tokens in tokens_per_step.tolist():
-        last[tokens[rank]] = layer(by_count[tokens[rank]])
-    seen["a02"] = all(is_right(output, by_count[count]) for count, output in last.items())
-    seen["a02 steps"] = layer._backend._transport._step
-
-    # A06: odd and unequal counts, and one less than a large capacity.
-    large = make_layer(rank, num_ranks, capacity=4096)
-    counts = [1, 3, 15, 17, 31, 4095]
-    pairs = [make_inputs(SHAPE, count, seed=rank) for count in counts]
-    seen["a06"] = all(is_right(large(inputs), inputs) for inputs in pairs)
-
-    # A07: counts that differ between ranks and change by call, up to the capacity.
-    layer = make_layer(rank, num_ranks, capacity=64)
-    steps = [(5, 37), (37, 5), (64, 1), (1, 64)]
-    pairs = [make_inputs(SHAPE, counts[rank], seed=20 + rank) for counts in steps]
-    seen["a07"] = all(is_right(layer(inputs), inputs) for inputs in pairs)
-
-    # A26 on two ranks.
-    layer = make_layer(rank, num_ranks, TOP_1)
-    inputs = with_ids(make_inputs(TOP_1, 32, seed=rank), TOP_1.num_experts - 1)
-    seen["a26"] = is_right(layer(inputs), inputs, TOP_1)
-    return seen
+@on("cpu2", "split2", "mega2", "split@2", "mega@2")
+def test_A06_odd_token_counts(ranks):
+    layer = ranks.layer(S0, ranks.weights())
+    for count in (1, 3, 15, 17, 31):
+        parts = parts_of(S0, [count, count])
+        ranks.assert_right(layer(parts), parts, ranks.weights())
+    large = ranks.layer(S0, ranks.weights(), 4096, takes_table=True)
+    parts = parts_of(S0, [4095, 4095])
+    ranks.assert_right(large(parts), parts, ranks.weights())
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> list[dict]:
-    return spawn.run(on_two_ranks, 2)
+@on("cpu2", "split2", "mega2", "split@2", "mega@2")
+def test_A07_token_counts_that_differ_by_rank_and_change_by_call(ranks):
+    layer = ranks.layer(S0, ranks.weights(), 64)
+    for counts in ([5, 37], [37, 5], [64, 1], [1, 64]):
+        parts = parts_of(S0, counts, seed=20)
+        ranks.assert_right(layer(parts), parts, ranks.weights())
 
 
-@pytest.fixture(scope="module")
-def four_ranks() -> list[dict]:
-    return spawn.run(on_four_ranks, 4)
-
-
-def test_a01_a_rank_that_receives_no_token_still_takes_part(four_ranks):
-    assert all(rank["a01"] for rank in four_ranks)
-
-
-def test_a02_ranks_with_nothing_to_do_stay_in_step(two_ranks):
-    assert [rank["a02 steps"] for rank in two_ranks] == [499, 499]
-    assert all(rank["a02"] for rank in two_ranks)
-
-
-def test_a06_odd_token_counts(two_ranks):
-    assert all(rank["a06"] for rank in two_ranks)
-
-
-def test_a07_token_counts_that_differ_by_rank_and_change_by_call(two_ranks):
-    assert all(rank["a07"] for rank in two_ranks)
-
-
-def test_a26_all_tokens_of_all_ranks_to_the_last_expert(two_ranks, four_ranks):
-    assert all(rank["a26"] for rank in two_ranks + four_ranks)
+# ---- arguments that fail on one rank -------------------------------------------------------------
 
 
 # A10: what rank 1 gives, and what the text says. MoEShape itself refuses top_k 0, so that rank
@@ -129,65 +201,205 @@ A10_MISTAKES = {
     "num_experts": (9, "num_experts of the weights is 8, the shape has 9"),
     "top_k": (0, "top_k must be at least 1, got 0"),
 }
+KINDS = [
+    "cpu",
+    pytest.param("split", marks=pytest.mark.gpus(2)),
+    pytest.param("mega", marks=pytest.mark.gpus(2)),
+]
 
 
-def build_wrongly_on_rank_one(rank: int, num_ranks: int) -> dict[str, tuple[Exception, bool]]:
+def make_layer(
+    kind: str, rank: int, num_ranks: int, shape: MoEShape = S0, timeout_s: float = TIMEOUT_S
+) -> MoEEpLayer:
+    weights = weights_of(S0, "nvfp4").shard("ep", rank, num_ranks).to(device_of(kind))
+    backend = backend_of(kind, "nvfp4")
+    if kind == "mega":
+        offer_mega()
+    return MoEEpLayer(shape, weights, max_tokens_per_rank=32, backend=backend, timeout_s=timeout_s)
+
+
+def skip_unless_offered(kind: str, num_ranks: int = 2) -> None:
+    """The mega kernel over several ranks may not be offered yet; that is no failure."""
+    if kind == "mega":
+        offer_mega()
+        support = supports(S0, "nvfp4", backend_of(kind, "nvfp4"), "cuda", num_ranks=num_ranks)
+        if not support.ok:
+            pytest.skip(support.reason)
+
+
+def is_right(layer: MoEEpLayer, inputs: MoEInputs) -> bool:
+    device = layer.group.device
+    output = layer(MoEInputs(*(tensor.to(device) for tensor in vars(inputs).values()))).cpu()
+    expected = moe_reference(inputs, weights_of(S0, "nvfp4"), S0)
+    if device.type == "cpu":
+        return torch.equal(output, expected)
+    difference = output.double() - expected.double()
+    return bool(difference.norm() < 0.008 * expected.double().norm())
+
+
+def build_wrongly_on_rank_one(
+    rank: int, num_ranks: int, kind: str
+) -> dict[str, tuple[Exception, bool]]:
     """The argument check of one rank fails before any collective; then both build a good layer."""
     seen = {}
-    inputs = make_inputs(SHAPE, 16, seed=rank)
+    inputs = make_inputs(S0, 16, seed=rank)
     for name, (value, _) in A10_MISTAKES.items():
         timeout_s = 1.0 if name == "top_k" else 30.0
         try:
-            shape = SHAPE if rank == 0 else dataclasses.replace(SHAPE, **{name: value})
-            make_layer(rank, num_ranks, shape, timeout_s=timeout_s, weights_shape=SHAPE)
+            shape = S0 if rank == 0 else dataclasses.replace(S0, **{name: value})
+            make_layer(kind, rank, num_ranks, shape, timeout_s)
         except MoEEpError as error:
             seen[name] = error
         dist.barrier()  # until rank 0 has given up the layer that rank 1 does not build
-        seen[name] = seen[name], is_right(make_layer(rank, num_ranks)(inputs), inputs)
+        seen[name] = seen[name], is_right(make_layer(kind, rank, num_ranks), inputs)
     return seen
 
 
-@pytest.fixture(scope="module")
-def a10() -> list[dict]:
-    return spawn.run(build_wrongly_on_rank_one, 2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_A10_arguments_that_fail_on_one_rank_raise_on_all_and_the_next_layer_works(kind):
+    skip_unless_offered(kind)
+    seen = spawn.run(build_wrongly_on_rank_one, 2, kind, device=device_of(kind))
+    for name, (_, text) in A10_MISTAKES.items():
+        (on_rank_0, next_0_is_right), (on_rank_1, next_1_is_right) = seen[0][name], seen[1][name]
+        assert isinstance(on_rank_1, MoEEpConfigError)
+        assert str(on_rank_1) == text
+        if name == "top_k":
+            assert isinstance(on_rank_0, MoEEpTimeoutError)
+            assert on_rank_0.ranks == (1,)
+        else:
+            assert isinstance(on_rank_0, MoEEpConfigError)
+            assert str(on_rank_0) == f"rank 1: {text}"
+        assert next_0_is_right and next_1_is_right
 
 
-@pytest.mark.parametrize("name", A10_MISTAKES)
-def test_a10_arguments_that_fail_on_one_rank_raise_on_all_and_the_next_layer_works(a10, name):
-    (on_rank_0, next_0_is_right), (on_rank_1, next_1_is_right) = a10[0][name], a10[1][name]
-    text = A10_MISTAKES[name][1]
-    assert isinstance(on_rank_1, MoEEpConfigError)
-    assert str(on_rank_1) == text
-    if name == "top_k":
-        assert isinstance(on_rank_0, MoEEpTimeoutError)
-        assert on_rank_0.ranks == (1,)
-    else:
-        assert isinstance(on_rank_0, MoEEpConfigError)
-        assert str(on_rank_0) == f"rank 1: {text}"
-    assert next_0_is_right and next_1_is_right
+@on("split1", "mega1")
+def test_A10_a_wrong_argument_raises_before_the_gpu_is_touched_and_the_next_layer_works(ranks):
+    """What one GPU can show of the row: the text, and that nothing is left behind."""
+    for name, (value, text) in A10_MISTAKES.items():
+        with pytest.raises(MoEEpConfigError, match=text):
+            ranks.module(dataclasses.replace(S0, **{name: value}), ranks.weights())
+    parts = parts_of(S0, [16])
+    ranks.assert_right(ranks.layer(S0, ranks.weights())(parts), parts, ranks.weights())
 
 
-def die_between_steps(rank: int, num_ranks: int) -> tuple[Exception, float] | None:
-    layer = make_layer(rank, num_ranks, timeout_s=30.0)
-    inputs = make_inputs(SHAPE, 16, seed=rank)
+# ---- ranks that are lost -------------------------------------------------------------------------
+
+
+def lose_rank_one(
+    rank: int, num_ranks: int, kind: str, sign: int | None
+) -> tuple[Exception, float] | None:
+    """After 4 calls rank 1 dies, stops, or (no signal) leaves one call out; the others call."""
+    layer = make_layer(kind, rank, num_ranks, timeout_s=30.0 if sign == signal.SIGKILL else 3.0)
+    inputs = make_inputs(S0, 16, seed=rank)
+    pids = [None] * num_ranks
+    dist.all_gather_object(pids, os.getpid())
     for _ in range(4):
-        layer(inputs)
+        assert is_right(layer, inputs)
+    if rank == 1 and sign is not None:
+        os.kill(os.getpid(), sign)
     if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(30.0)
+        return None
     start = time.monotonic()
     try:
-        layer(inputs)
+        is_right(layer, inputs)
+        layer.check()
     except MoEEpTimeoutError as error:
         error.__cause__ = None  # torch's own does not survive pickling
         return error, time.monotonic() - start
+    finally:
+        if rank == 0 and sign != signal.SIGKILL:
+            os.kill(pids[1], signal.SIGKILL)
     return None
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_a11_a_rank_killed_between_steps_is_named_by_the_others(num_ranks):
-    outcomes = spawn.run(die_between_steps, num_ranks, expect_killed=(1,))
+@pytest.mark.parametrize("kind", ["cpu", "split", "mega"])
+def test_A11_a_rank_killed_between_steps_is_named_by_the_others(kind, num_ranks, request):
+    need_gpus(kind, num_ranks)
+    outcomes = spawn.run(
+        *(lose_rank_one, num_ranks, kind, signal.SIGKILL),
+        expect_killed=(1,),
+        device=device_of(kind),
+    )
     for rank in set(range(num_ranks)) - {1}:
         error, seconds = outcomes[rank]
         assert error.ranks == (1,)
         assert error.step == 4
         assert seconds < 30.0  # a death is seen at once, not at the time-out
+
+
+@pytest.mark.parametrize("kind", ["cpu", "split", "mega"])
+@pytest.mark.parametrize("sign", [signal.SIGSTOP, None], ids=["stopped", "calls once less"])
+def test_A11_a_rank_that_stands_still_or_leaves_a_call_out_is_named(kind, sign):
+    need_gpus(kind, 2)
+    outcomes = spawn.run(lose_rank_one, 2, kind, sign, expect_killed=(1,), device=device_of(kind))
+    error, seconds = outcomes[0]
+    assert 1 in error.ranks or "rank 1" in str(error)
+    assert seconds < 15.0
+
+
+def need_gpus(kind: str, num_ranks: int) -> None:
+    if kind != "cpu" and torch.cuda.device_count() < num_ranks:
+        pytest.skip(f"needs {num_ranks} NVIDIA GPUs, found {torch.cuda.device_count()}")
+    skip_unless_offered(kind, num_ranks)
+
+
+@on("mega2", "mega4")
+def test_A11_a_virtual_rank_that_never_comes_is_named_and_the_gpu_is_free_at_once(ranks):
+    parts = ranks.parts(S0, 16)
+    # A capacity of its own: the workspace is broken by this row, and others share theirs.
+    layer = ranks.layer(S0, ranks.weights(), 30, timeout_s=0.5)
+    for _ in range(3):
+        layer(parts)
+    start = time.monotonic()
+    layer.bind(parts, late_rank=1, late_s=-1.0).launch()
+    torch.cuda.synchronize()
+    assert time.monotonic() - start < 5.0
+    with pytest.raises(MoEEpTimeoutError, match="for rank 1") as error:
+        layer.check()
+    assert error.value.ranks == (1,)
+    layer.destroy()
+    again = ranks.layer(S0, ranks.weights(), 30)
+    ranks.assert_right(again(parts), parts, ranks.weights())
+
+
+A12_SHAPE = MoEShape(num_experts=64, top_k=10, hidden=1024, intermediate=256)
+
+
+@on("split4", "mega4", "split@4", "mega@4")
+def test_A12_a_thousand_calls_back_to_back_with_changing_ids(ranks):
+    weights = ranks.weights(A12_SHAPE)
+    layer = ranks.layer(A12_SHAPE, weights, 16)
+    parts = [parts_of(A12_SHAPE, [16] * 4, seed=10 * i) for i in range(10)]
+    calls = [layer.bind(part) for part in parts]
+    for step in range(1000):
+        calls[step % 10].launch()
+    layer.check()
+    for idx in (0, 9):
+        ranks.assert_right(calls[idx].outputs(), parts[idx], weights, A12_SHAPE)
+
+
+@on("cpu2", "split2", "mega2", "split@2", "mega@2")
+def test_A61_no_rank_sees_what_was_sent_a_call_before(ranks):
+    """Rank 1 comes late to every call, and inputs change with each."""
+    layer = ranks.layer(S0, ranks.weights())
+    for step in range(50):
+        parts = parts_of(S0, [16, 16], seed=100 + 2 * step)
+        late_s = 2.0 if step == 49 else 0.01
+        options = {}
+        if isinstance(ranks, Virtual):
+            options = {"late_rank": 1, "late_s": late_s}
+        elif getattr(ranks, "rank", 0) == 1:
+            time.sleep(late_s)
+        call = layer.bind(parts, **options)
+        call.launch()
+        outputs = call.outputs()
+        if step % 10 == 9:
+            ranks.assert_right(outputs, parts, ranks.weights())
+        else:
+            expected = torch.cat(
+                [moe_reference(part, ranks.weights(), S0) for part in parts]
+            ).double()
+            assert (torch.cat(outputs).double() - expected).norm() < 0.008 * expected.norm()
+    layer.check()
