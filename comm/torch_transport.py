@@ -1,4 +1,4 @@
-"""Tokens over torch.distributed: exact counts, `all_to_all_single`, gloo or NCCL.
+"""Tokens over torch.distributed: exact counts, one uneven all-to-all, gloo or NCCL.
 
     dispatch   1. header   [R, 5] int64: call, status, bound, tokens to come, rows to return
                2. tokens   each once per destination: H BF16, K ids (int32), K weights (tp, FP32)
@@ -264,10 +264,11 @@ class TorchTransport:
         sent_rows: list[int],
         phase: str,
     ) -> None:
-        """all_to_all_single of rows (empty lists: equal parts), within the time-out."""
+        """All-to-all of rows (empty lists: equal parts), within the time-out."""
         try:
-            # The ProcessGroup's method, because dist.all_to_all_single takes no time-out.
-            work = self._group.process_group.all_to_all_single(
+            # Not dist.all_to_all_single, which takes no time-out, nor the ProcessGroup's method of
+            # that name, which torch 2.11 lacks and 2.13 has.
+            work = self._group.process_group.alltoall_base(
                 received, sent, received_rows, sent_rows, self._options
             )
             if self._group.backend == "gloo":

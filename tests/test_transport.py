@@ -48,6 +48,9 @@ def make_transport(group: EpGroup, layer_id: int, owner_E: torch.Tensor | None) 
 
 def move(rank: int, num_ranks: int) -> dict:
     """Both modes: what arrived, and what came back of rows that encode where they were made."""
+    # Torch 2.13 has this method, 2.11 has not: what passes here runs on both.
+    if hasattr(dist.ProcessGroup, "all_to_all_single"):
+        del dist.ProcessGroup.all_to_all_single
     group = EpGroup.default("cpu")
     seen = {}
     ep = make_transport(group, 1, OWNER_E)
