@@ -425,7 +425,7 @@ def test_a_rank_that_never_comes_is_named_and_the_gpu_is_usable_at_once(absent_r
     with pytest.raises(MoEEpTimeoutError, match=f"for rank {absent_rank}") as error:
         layer.mega.check()
     assert error.value.ranks == (absent_rank,)
-    assert error.value.phase == "arrived"
+    assert error.value.phase == "routed"
     layer.mega.destroy()
     assert_same_bits(shared_layer(4).run(inputs), shared_layer().run(inputs))
 
