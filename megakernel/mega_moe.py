@@ -5,6 +5,7 @@ The kernel is `mega_moe_sm90.py`; this module needs CuTe DSL only when it compil
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -350,12 +351,8 @@ class MegaMoE:
         late_rank     virtual rank that starts `late_s` late, or if that is negative never: for
                       tests
         """
-        call = self._call(
-            choose_bucket(self.buckets, len(x) if self._is_alone else max_tokens),
-            topk_ids.dtype == torch.int64,
-            *(weights.w13.data_ptr(), weights.w13_alpha.data_ptr(), _address(weights.b13)),
-            *(weights.w2.data_ptr(), weights.w2_alpha.data_ptr(), _address(weights.b2)),
-        )
+        bucket_idx = choose_bucket(self.buckets, len(x) if self._is_alone else max_tokens)
+        call = self._call_for(bucket_idx, topk_ids.dtype == torch.int64, weights)
         stream = torch.cuda.current_stream(self.device)
         self.memory.enter(stream)
         call.x.value, call.topk_ids.value = x.data_ptr(), topk_ids.data_ptr()
@@ -364,6 +361,25 @@ class MegaMoE:
         call.late_rank.value, call.late_ns.value = late_rank, int(late_s * 1e9)
         call.stream.value = stream.cuda_stream
         call.launch()
+
+    def refuse(self, code: int, weights: PreparedWeights) -> None:
+        """One real rank's part of a step whose input it does not take: no rank computes anything,
+        and every rank finds rank and `code` (0 or more) in `check`."""
+        call = self._call_for(0, False, weights)
+        stream = torch.cuda.current_stream(self.device)
+        self.memory.enter(stream)
+        for cell in (call.x, call.topk_ids, call.topk_weights, call.out):
+            cell.value = 0
+        call.num_tokens.value, call.stream.value = -1 - code, stream.cuda_stream
+        call.launch()
+
+    def _call_for(self, bucket_idx: int, ids_are_int64: bool, weights: PreparedWeights) -> "Call":
+        return self._call(
+            bucket_idx,
+            ids_are_int64,
+            *(weights.w13.data_ptr(), weights.w13_alpha.data_ptr(), _address(weights.b13)),
+            *(weights.w2.data_ptr(), weights.w2_alpha.data_ptr(), _address(weights.b2)),
+        )
 
     def _bind(self, bucket_idx: int, ids_are_int64: bool, *weights: int) -> "Call":
         """A build with everything that stays from call to call."""
@@ -380,9 +396,12 @@ class MegaMoE:
             ctas_per_rank=self._ctas_per_rank,
         )
 
-    def check(self) -> None:
-        """Raise what earlier launches have found, see `WorkspaceMemory.check`; does not wait."""
-        self.memory.check()
+    def check(self, refusals: Sequence[str] = ()) -> None:
+        """Raise what earlier launches have found, see `WorkspaceMemory.check`; does not wait.
+
+        refusals   what each code of `refuse` stands for
+        """
+        self.memory.check(refusals)
 
     def destroy(self) -> None:
         """Give the workspace back once the launches that use it have ended. Idempotent."""

@@ -1,5 +1,7 @@
 """The regions of `workspace.py` in a GPU's memory, shared by all layers of one geometry."""
 
+from collections.abc import Sequence
+
 import torch
 
 from moe_ep.comm.errors import MoEEpConfigError
@@ -63,9 +65,11 @@ class WorkspaceMemory:
             stream.wait_stream(self._last_stream)
         self._last_stream = stream
 
-    def check(self) -> None:
+    def check(self, refusals: Sequence[str] = ()) -> None:
         """Raise what earlier launches have found, see `PostMortem.check`. Does not wait."""
-        self.post_mortem.check(PHASE_NAMES, self.layout.top_k)
+        own_rank = None if self.group.is_virtual else self.group.rank
+        top_k = self.layout.top_k
+        self.post_mortem.check(PHASE_NAMES, top_k, refusals=refusals, own_rank=own_rank)
 
     def destroy(self) -> None:
         """Give the symmetric part back; kernels that use it have ended. Idempotent."""

@@ -53,3 +53,14 @@ def test_a_refusal_is_named_once():
     with pytest.raises(MoEEpConfigError, match=r"rank 1 refused its input \(code 5\)"):
         post_mortem.check(PHASES, top_k=4)
     post_mortem.check(PHASES, top_k=4)
+
+
+def test_a_refusal_names_the_argument_and_is_dropped_where_it_was_raised_already():
+    post_mortem, refusals = PostMortem(1), ("hidden_states", "topk_ids")
+    write(post_mortem, 0, status=-1 - 1, status_rank=2, bad_slot=1)
+    with pytest.raises(MoEEpConfigError, match="rank 2 refused its topk_ids"):
+        post_mortem.check(PHASES, top_k=4, refusals=refusals, own_rank=0)
+    write(post_mortem, 0, status=-1 - 1, status_rank=2)
+    with pytest.raises(MoEEpConfigError, match=r"topk_ids\[0, 0\]"):  # a second finding is kept
+        post_mortem.check(PHASES, top_k=4, refusals=refusals, own_rank=2)
+    post_mortem.check(PHASES, top_k=4, refusals=refusals, own_rank=2)
