@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -90,7 +91,7 @@ def context_works() -> bool:
 def child(path: str, words: list[str]) -> int:
     import pytest
 
-    options = ["-q", "-p", "no:cacheprovider", "--timeout", "0", *words]
+    options = ["-q", "-p", "no:cacheprovider", "-o", "timeout=0", *words]
     return int(pytest.main(options, plugins=[Record(path)]))
 
 
@@ -230,6 +231,10 @@ def markdown_of(outcomes: list[Outcome]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def selection(flag: str, value: str | None) -> list[str]:
+    return [] if value is None else [f"-{flag}", value]
+
+
 def main() -> int:
     if sys.argv[1:2] == ["--child"]:
         return child(sys.argv[2], sys.argv[3:])
@@ -242,7 +247,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     args = parser.parse_args()
-    args.selection = [w for flag in "km" if (w := getattr(args, flag)) for w in (f"-{flag}", w)]
+    args.selection = [word for flag in ("k", "m") for word in selection(flag, getattr(args, flag))]
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         outcomes = run_all(args, Path(scratch))
