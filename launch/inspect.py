@@ -1,25 +1,29 @@
 """`moe-ep inspect`: the experts of a checkpoint, layer by layer, and whether a layer can run them.
 
 Names, dtypes and shapes are read from the files' headers; `moe_ep.load` looks at the values. The
-format printed is the one whose kinds of tensors are all there and no others; name it to `load`.
+format printed is the one that the names are nearest to; name it to `load`. A layer whose tensors
+are not exactly those of the format cannot run, and the reason names the ones that are not.
 """
 
 import argparse
 import json
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from rich.progress import track
 
+from moe_ep.arguments import check_int
 from moe_ep.backends import supports
 from moe_ep.checkpoint import (
     Checkpoint,
     check_tensors,
-    fitting_format,
+    known_matrix,
     layer_number,
     meta_weights,
+    nearest_format,
 )
 from moe_ep.checkpoint_formats import CHECKPOINT_FORMATS, CheckpointFormat
 from moe_ep.checkpoint_layout import find_projections
@@ -34,8 +38,8 @@ _NUM_EXAMPLES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsReport:
-    """One experts module. Sizes are None where the names fit no format; `reason` is why it runs, by
-    which backend, or why not. `num_bytes` is of the weights of rank 0."""
+    """One experts module. Sizes are None where the names are near to no format; `reason` is why it
+    runs, by which backend, or why not. `num_bytes` is of the weights of rank 0."""
 
     name: str
     layer: int | None
@@ -58,43 +62,79 @@ def examine(
     """Every experts module of a checkpoint, in order of layer."""
     modules = sorted(checkpoint.experts().items(), key=lambda item: layer_number(item[0]) or 0)
     is_long = sum(len(names) for _, names in modules) >= _PROGRESS_MIN_TENSORS
-    top_k = _top_k(checkpoint.path)
+    config = ModelConfig.beside(checkpoint.path)
     return [
-        _examine_module(checkpoint, name, names, top_k, device, parallel, num_ranks)
+        _examine_module(checkpoint, name, names, config, device, parallel, num_ranks)
         for name, names in track(modules, "reading headers", transient=True, disable=not is_long)
     ]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What the model's config.json says of its experts; None where it does not."""
+
+    num_experts: int | None = None
+    top_k: int | None = None
+
+    @classmethod
+    def beside(cls, path: Path) -> "ModelConfig":
+        """That of a checkpoint's folder. Raises `MoEEpConfigError` if it is not a JSON object."""
+        file = (path if path.is_dir() else path.parent) / "config.json"
+        if not file.is_file():
+            return cls()
+        try:
+            config = json.loads(file.read_text())
+        except ValueError as error:
+            raise MoEEpConfigError(f"{file} is not JSON: {error}") from None
+        if not isinstance(config, dict):
+            raise MoEEpConfigError(f"{file} holds a {type(config).__name__}; allowed: an object")
+        config = config.get("text_config", config)
+
+        def count(*keys: str) -> int | None:
+            values = [config[key] for key in keys if isinstance(config.get(key), int)]
+            return values[0] if values and values[0] > 0 else None
+
+        return cls(
+            count("num_experts", "num_local_experts", "n_routed_experts"),
+            count("num_experts_per_tok"),
+        )
 
 
 def _examine_module(
     checkpoint: Checkpoint,
     name: str,
     names: list[str],
-    top_k: int,
+    config: ModelConfig,
     device: str,
     parallel: str,
     num_ranks: int,
 ) -> ExpertsReport:
     found = {"name": name, "layer": layer_number(name), "num_tensors": len(names)}
-    fmt_name = fitting_format(names)
+    fmt_name = nearest_format(names)
     if fmt_name is None:
         examples = ", ".join(sorted(names)[:_NUM_EXAMPLES])
         reason = f"no known format has such names ({examples}); known: "
         return ExpertsReport(**found, reason=reason + ", ".join(CHECKPOINT_FORMATS))
     fmt = CHECKPOINT_FORMATS[fmt_name]
     found |= {"format": fmt.name, "weights_format": fmt.weights_format, "has_bias": fmt.has_bias}
+    differs = ""
     try:
-        shape = _shape(checkpoint, name, names, fmt, top_k)
+        shape = _shape(checkpoint, name, names, fmt, config.top_k or 1)
         found |= {
             "num_experts": shape.num_experts,
             "hidden": shape.hidden,
             "intermediate": shape.intermediate,
             "is_gated": shape.activation.is_gated,
         }
+        wanted = config.num_experts or shape.num_experts
+        if wanted != shape.num_experts:
+            differs = f"; config.json says {wanted} experts, the tensors are of {shape.num_experts}"
+            shape = replace(shape, num_experts=wanted, top_k=min(shape.top_k, wanted))
         form = meta_weights(shape, fmt)
-        check_tensors(checkpoint, name, names, fmt, form, form.num_experts, form.expert_ids)
+        check_tensors(checkpoint, name, names, fmt, form, wanted, form.expert_ids)
         found["num_bytes"] = form.shard(parallel, 0, num_ranks).num_bytes
     except MoEEpConfigError as error:
-        return ExpertsReport(**found, reason=str(error))
+        return ExpertsReport(**found, reason=f"{error}{differs}")
     support = supports(
         shape, fmt.weights_format, "auto", device, parallel=parallel, num_ranks=num_ranks
     )
@@ -104,17 +144,20 @@ def _examine_module(
 def _shape(
     checkpoint: Checkpoint, prefix: str, names: list[str], fmt: CheckpointFormat, top_k: int
 ) -> MoEShape:
-    """What the names and the down matrix's shape say, by the rules of the format."""
+    """What the names and one down matrix's shape say, by the rules of the format."""
     gate, _, down = find_projections(fmt, names)
     part = next(part for part in fmt.parts if part.kind == "codes")
     if fmt.is_fused:
         down_name, is_gated = down + part.suffix, True
     else:
         experts = {int(expert) for name in names if (expert := name.partition(".")[0]).isdecimal()}
-        down_name = f"{min(experts)}.{down}.{part.suffix}"
+        held = (f"{expert}.{down}.{part.suffix}" for expert in sorted(experts))
+        down_name = next((name for name in held if name in names), f"0.{down}.{part.suffix}")
         is_gated = any(f".{gate}." in name for name in names)
     if down_name not in names:
-        raise MoEEpConfigError(f"{prefix}.{down_name}: missing")
+        unknown = [name for name in names if known_matrix(fmt, name) is None]
+        also = f", {', '.join(unknown[:_NUM_EXAMPLES])}: not known" if unknown else ""
+        raise MoEEpConfigError(f"{prefix}.{down_name}: missing{also}")
     stored, _ = checkpoint.header(f"{prefix}.{down_name}")
     num_dims = 2 + fmt.is_fused + (part.chunk > 0)
     if len(stored) != num_dims:
@@ -134,19 +177,6 @@ def _shape(
     )
 
 
-def _top_k(path: Path) -> int:
-    """Of the model's config.json, else 1: what is printed does not depend on it, limits may."""
-    file = path / "config.json"
-    if not file.is_file():
-        return 1
-    try:
-        config = json.loads(file.read_text())
-    except ValueError as error:
-        raise MoEEpConfigError(f"{file} is not JSON: {error}") from None
-    config = config.get("text_config", config)
-    return int(config.get("num_experts_per_tok") or 1)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, help="folder of safetensors shards, or one file")
     parser.add_argument("--ranks", type=int, default=1, help="EP size (default: 1)")
@@ -161,38 +191,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 if every layer with experts can run, else 1."""
+    check_int("--ranks", args.ranks, 1)
     checkpoint = Checkpoint(args.path)
     reports = examine(checkpoint, args.device, args.parallel, args.ranks)
-    if not reports:
-        raise MoEEpConfigError(f"path {args.path} holds no '...experts.' tensors")
     if args.json:
         print(json.dumps([asdict(report) for report in reports], indent=2))
-    else:
+    elif reports:
         _print_table(args, reports)
+    if not reports:
+        raise MoEEpConfigError(f"path {args.path} holds no '...experts.' tensors")
     return 0 if all(report.can_run for report in reports) else 1
 
 
 def _print_table(args: argparse.Namespace, reports: Sequence[ExpertsReport]) -> None:
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     table = Table(
         title=f"experts of {escape(str(args.path))}, rank 0 of {args.ranks}, {args.parallel}",
-        caption="From headers alone: moe_ep.load looks at the values of scales.",
         title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
     )
-    for heading in ("layer", "format", "weights", "E", "H", "I", "per rank", "runs", "why"):
-        table.add_column(heading, overflow="fold")
+    table.add_column("layer", overflow="fold")
+    for heading in ("format", "weights", "E", "H", "I", "per rank", "runs"):
+        table.add_column(heading, no_wrap=True)
+    layers_of: dict[str, list[str]] = defaultdict(list)
     for report in reports:
         sizes = (report.num_experts, report.hidden, report.intermediate)
+        layer = report.name if report.layer is None else str(report.layer)
+        layers_of[report.reason].append(layer)
         table.add_row(
-            escape(report.name) if report.layer is None else str(report.layer),
+            escape(layer),
             report.format or "-",
             (report.weights_format or "-") + (", bias" if report.has_bias else ""),
             *("-" if size is None else str(size) for size in sizes),
             "-" if report.num_bytes is None else format_bytes(report.num_bytes),
             "[green]yes" if report.can_run else "[yellow]no",
-            escape(report.reason),
         )
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    for reason, layers in layers_of.items():
+        of = f"layer {layers[0]}" + (f" and {len(layers) - 1} more" if layers[1:] else "")
+        console.print(escape(f"{of}: {reason}"))
+    console.print("From headers alone: moe_ep.load looks at the values.")

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,12 +15,25 @@ import torch
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors import SafetensorError, safe_open
 
-from moe_ep.checkpoint_formats import CHECKPOINT_FORMATS, CheckpointFormat, checkpoint_format
-from moe_ep.checkpoint_layout import Expected, expected_tensors, find_projections
+from moe_ep.arguments import check_device, check_kind
+from moe_ep.checkpoint_formats import (
+    CHECKPOINT_FORMATS,
+    FUSED_PROJECTIONS,
+    PROJECTIONS,
+    CheckpointFormat,
+    checkpoint_format,
+)
+from moe_ep.checkpoint_layout import (
+    Expected,
+    expected_tensors,
+    find_projections,
+    name_bad_scale,
+)
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.megakernel.problem import MoEShape
 from moe_ep.placement import ExpertMap, slots_shape
 from moe_ep.quant_spec import QuantizedTensor, QuantSpec
+from moe_ep.weight_checks import BadScaleError
 from moe_ep.weights import MoEWeights
 
 __all__ = ["Checkpoint", "load"]
@@ -45,6 +59,7 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        check_kind("path", path, (str, os.PathLike), "a folder or file, or an open Checkpoint")
         self.path = Path(path)
         self.bytes_read = 0
         self._shard: tuple[Path, safe_open] | None = None
@@ -166,6 +181,7 @@ def load(
     expert_map: ExpertMap | None = None,
     gate_up_order: str | None = None,
     round_fp16: bool = False,
+    allow_nonfinite: bool = False,
     device: torch.device | str = "cpu",
 ) -> MoEWeights:
     """One rank's experts of one layer, exactly as the checkpoint has them.
@@ -179,14 +195,20 @@ def load(
     gate_up_order   of fused tensors: "gate_first", "up_first" or "interleaved"; default: the
                     format's
     round_fp16      FP16 values may be rounded to BF16 (nearest even)
+    allow_nonfinite NaN and Inf among BF16, FP16 and FP8 values are kept as they are
 
     Only this rank's bytes are read, tensor by tensor into their place: memory beside the result is
     one tensor's part and some 64 MiB of mapped file. Not collective.
 
-    Raises `MoEEpConfigError` naming tensor and expert for what is missing, unknown, of another
-    shape or dtype, for a global or FP32 scale that is zero, negative, infinite or NaN, and for what
-    `MoEWeights` refuses.
+    Raises `MoEEpConfigError` naming the argument and what is allowed, and naming tensor, expert and
+    index in the file for what is missing, unknown, of another shape or dtype, for a weight or bias
+    that is NaN or infinite, and for a scale that `MoEWeights` refuses.
     """
+    check_kind("layer", layer, (int, str), "a number or the name of an experts module")
+    check_kind("shape", shape, MoEShape, "a MoEShape")
+    check_kind("round_fp16", round_fp16, bool, "a bool")
+    check_kind("allow_nonfinite", allow_nonfinite, bool, "a bool")
+    device = check_device(device)
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     fmt = checkpoint_format(format, gate_up_order)
     prefix, names = checkpoint.find_experts(layer)
@@ -197,12 +219,14 @@ def load(
         experts = expert_map.logical_of(form.expert_ids)
     wanted = check_tensors(checkpoint, prefix, names, fmt, form, shape.num_experts, experts)
     tensors = {n: torch.empty_like(t, device=device) for n, t in form.tensors.items()}
+    options = {"round_fp16": round_fp16, "allow_nonfinite": allow_nonfinite}
     bytes_before = checkpoint.bytes_read
     with _byte_progress(f"loading {prefix}", form.num_bytes, is_shown=rank == 0) as advance:
         for name in sorted(wanted, key=checkpoint.files.get):
             for piece in wanted[name].pieces:
                 target = piece.target(tensors)
-                target.copy_(piece.values(checkpoint.read(name, piece.index), name, round_fp16))
+                stored = checkpoint.read(name, piece.index)
+                target.copy_(piece.values(stored, name, **options))
                 advance(target.nbytes)
     _log.info(
         "%s: read %d bytes for rank %d of %d",
@@ -210,8 +234,9 @@ def load(
     )
     try:
         return replace(form, **tensors)
-    except MoEEpConfigError as error:
-        raise MoEEpConfigError(f"{prefix} in {checkpoint.path}: {error}") from None
+    except BadScaleError as error:
+        pieces = ((piece, name) for name, tensor in wanted.items() for piece in tensor.pieces)
+        raise name_bad_scale(error, pieces) from None
 
 
 def check_tensors(
@@ -278,6 +303,42 @@ def fitting_format(names: list[str]) -> str | None:
         if found - unused == needed:
             return fmt.name
     return None
+
+
+def nearest_format(names: list[str]) -> str | None:
+    """The format with the fewest of `names` unknown to it and the fewest tensors missing beside
+    them; None if that is more than half of them."""
+    misfits = {fmt.name: _num_misfits(fmt, names) for fmt in CHECKPOINT_FORMATS.values()}
+    nearest = min(misfits, key=lambda fmt: (sum(misfits[fmt]), misfits[fmt]))
+    return nearest if 2 * sum(misfits[nearest]) <= len(names) else None
+
+
+def known_matrix(fmt: CheckpointFormat, name: str) -> str | None:
+    """The matrix, "5.up_proj" or "gate_up_proj", that a tensor of this name is a part of in `fmt`;
+    None if it is of none."""
+    suffixes = [part.suffix for part in fmt.parts]
+    if fmt.is_fused:
+        matrix = next((m for m in FUSED_PROJECTIONS if name.startswith(m)), None)
+        return matrix if matrix and name.removeprefix(matrix) in suffixes else None
+    matrix, _, suffix = name.rpartition(".")
+    expert, _, projection = matrix.partition(".")
+    is_matrix = expert.isdecimal() and any(projection in words for words in PROJECTIONS)
+    return matrix if is_matrix and suffix in suffixes else None
+
+
+def _num_misfits(fmt: CheckpointFormat, names: list[str]) -> tuple[int, int]:
+    """How many of the names the format does not know, how many it misses beside the others."""
+    found: dict[str | None, set[str]] = defaultdict(set)  # matrix -> its tensors
+    for name in names:
+        found[known_matrix(fmt, name)].add(name)
+    num_unknown = len(found.pop(None, ()))
+    needed = {part.suffix for part in fmt.parts if part.kind != "unused"}
+    dot = "" if fmt.is_fused else "."
+    return num_unknown, sum(
+        f"{matrix}{dot}{suffix}" not in known
+        for matrix, known in found.items()
+        for suffix in needed
+    )
 
 
 def meta_weights(

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from moe_ep.arguments import check_kind
 from moe_ep.comm.errors import MoEEpConfigError
 
 # Names of gate, up and down in per-expert formats, and of the fused tensors.
@@ -160,6 +161,7 @@ def checkpoint_format(name: str, gate_up_order: str | None = None) -> Checkpoint
 
     Raises `MoEEpConfigError` listing what is allowed.
     """
+    check_kind("format", name, str, "the name of a checkpoint format")
     if name not in CHECKPOINT_FORMATS:
         raise MoEEpConfigError(
             f"format {name!r} is not known; allowed: {', '.join(CHECKPOINT_FORMATS)}"

@@ -12,7 +12,10 @@ from moe_ep.checkpoint_formats import (
     Part,
 )
 from moe_ep.comm.errors import MoEEpConfigError
+from moe_ep.weight_checks import BadScaleError
 from moe_ep.weights import MoEWeights
+
+_BYTES_PER_CHUNK = 1 << 19  # stays in cache
 
 
 @dataclass(frozen=True)
@@ -38,31 +41,65 @@ class Piece:
         held = tensors[self.tensor][self.local_expert_idx]
         return held.unflatten(0, (self.num_halves, -1))[self.half] if held.dim() else held
 
-    def values(self, stored: torch.Tensor, name: str, round_fp16: bool = False) -> torch.Tensor:
+    def values(
+        self,
+        stored: torch.Tensor,
+        name: str,
+        *,
+        round_fp16: bool = False,
+        allow_nonfinite: bool = False,
+    ) -> torch.Tensor:
         """`stored` (what `index` cuts out of `name`) as `target` takes it, a view where it can.
 
-        Raises `MoEEpConfigError`, naming tensor, expert and index, for a scale that no healthy
-        checkpoint holds and for FP16 that BF16 does not hold, unless it may be rounded.
+        Raises `MoEEpConfigError`, naming tensor, expert and index, for a global scale that is not
+        finite and above 0, for a weight or bias that is NaN or Inf unless `allow_nonfinite`, and
+        for FP16 that BF16 does not hold unless it may be rounded. Block scales are `MoEWeights`'
+        to look at, beside their codes: see `name_bad_scale`.
         """
-        where = f"{name} of expert {self.expert}"
+        if self.part.kind in ("scale", "inverse_scale"):
+            return self._global_scale(stored, name).reshape(())
+        if self.part.kind != "sf" and not allow_nonfinite and not _is_finite(stored):
+            allowed = "finite (or give allow_nonfinite=True)"
+            self._refuse(stored, name, _is_nonfinite(stored), allowed)
+        if stored.dtype == torch.float16 and not round_fp16:
+            is_inexact = (stored.bfloat16().float() != stored.float()) & ~stored.isnan()
+            allowed = "a value that BF16 holds (or give round_fp16=True)"
+            self._refuse(stored, name, is_inexact, allowed)
         if self.is_transposed and self.part.kind == "codes":
             stored = stored.mT
         if self.part.chunk:
             stored = stored.flatten(-2)
-        if stored.dtype in (torch.int8, torch.float8_e8m0fnu):
-            stored = stored.view(torch.uint8)
-        if self.part.kind in ("scale", "inverse_scale"):
-            return _global_scale(stored.reshape(()), where, self.part.kind)
-        if self.part.kind == "sf":
-            _check_sf(stored, where)
-        if stored.dtype == torch.float16 and not round_fp16:
-            _refuse(
-                stored,
-                stored.bfloat16().float() != stored.float(),
-                where,
-                "a value that BF16 holds (or give round_fp16=True)",
-            )
-        return stored
+        # Packed codes and E8M0 exponents are bytes, whatever the file calls them.
+        is_byte = stored.dtype in (torch.int8, torch.float8_e8m0fnu)
+        return stored.view(torch.uint8) if is_byte else stored
+
+    def refusal(
+        self, name: str, position: Iterable[int], value: float, allowed: str
+    ) -> MoEEpConfigError:
+        """Of the value at `position` of what `index` cuts out of `name`; names that in the file."""
+        rest = iter(position)
+        cut = [
+            part if isinstance(part, int) else part.start + (part.step or 1) * next(rest)
+            for part in self.index
+        ]
+        stored_at = [*cut, *rest]
+        at = f" at {stored_at}" if stored_at else ""
+        return MoEEpConfigError(
+            f"{name} of expert {self.expert} is {value:g}{at}; it must be {allowed}"
+        )
+
+    def _global_scale(self, stored: torch.Tensor, name: str) -> torch.Tensor:
+        scale = stored if self.part.kind == "scale" else stored.reciprocal()
+        is_good = torch.isfinite(stored) & (stored > 0) & torch.isfinite(scale) & (scale > 0)
+        allowed = "finite and above 0, and so its reciprocal where it is one"
+        self._refuse(stored, name, ~is_good, allowed)
+        return scale
+
+    def _refuse(self, stored: torch.Tensor, name: str, is_bad: torch.Tensor, allowed: str) -> None:
+        if not is_bad.any():
+            return
+        position = tuple(is_bad.nonzero()[0].tolist())
+        raise self.refusal(name, position, stored[position].float().item(), allowed)
 
 
 @dataclass
@@ -128,20 +165,41 @@ def expected_tensors(
     return expected
 
 
-def find_projections(fmt: CheckpointFormat, names: Iterable[str]) -> tuple[str, str, str]:
+def find_projections(fmt: CheckpointFormat, names: Sequence[str]) -> tuple[str, str, str]:
     """The names that a checkpoint, of which `names` are some tensors, gives gate, up and down.
 
-    Raises `MoEEpConfigError` where two dialects are mixed.
+    Raises `MoEEpConfigError` where two dialects are mixed, naming a tensor of the rarer one.
     """
     if fmt.is_fused:
         return FUSED_PROJECTIONS
-    words = {word for name in names for word in name.split(".")}
-    found = [dialect for dialect in PROJECTIONS if words & set(dialect)]
-    if len(found) > 1:
+    named = [
+        [name for name in names if not set(name.split(".")).isdisjoint(dialect)]
+        for dialect in PROJECTIONS
+    ]
+    if all(named):
+        rarer = min(named, key=len)
+        first, second = ("/".join(dialect) for dialect in PROJECTIONS)
         raise MoEEpConfigError(
-            f"names mix {'/'.join(found[0])} with {'/'.join(found[1])}; allowed: one of them"
+            f"names mix {first} with {second} ({rarer[0]}); allowed: one of them"
         )
-    return found[0] if found else PROJECTIONS[0]
+    return PROJECTIONS[1] if named[1] else PROJECTIONS[0]
+
+
+def name_bad_scale(error: BadScaleError, pieces: Iterable[tuple[Piece, str]]) -> MoEEpConfigError:
+    """The same refusal by the checkpoint tensor that the scale came from, one of `pieces` with
+    their names; `error` itself if it came from none of them."""
+    local_expert_idx, *position = error.index
+    for piece, name in pieces:
+        if (piece.tensor, piece.local_expert_idx) != (error.tensor, local_expert_idx):
+            continue
+        if not position:
+            return piece.refusal(name, (), error.value, error.allowed)
+        row, block = position
+        rows = piece.index[-2]
+        num_rows = len(range(rows.start, rows.stop, rows.step or 1))
+        if row // num_rows == piece.half:
+            return piece.refusal(name, (row % num_rows, block), error.value, error.allowed)
+    return error
 
 
 @dataclass(frozen=True)
@@ -225,28 +283,18 @@ def _names(fmt: CheckpointFormat, part: Part, projection: str, num_experts: int)
     return [f"{expert}.{projection}.{part.suffix}" for expert in range(num_experts)]
 
 
-def _global_scale(stored: torch.Tensor, where: str, kind: str) -> torch.Tensor:
-    scale = stored if kind == "scale" else stored.reciprocal()
-    is_good = torch.isfinite(stored) & (stored > 0) & torch.isfinite(scale) & (scale > 0)
-    _refuse(stored, ~is_good, where, "finite and above 0, and so its reciprocal where it is one")
-    return scale
+def _is_finite(stored: torch.Tensor) -> bool:
+    """Whether all is finite, at the speed of memory: most checkpoints are asked and all is well."""
+    if stored.dtype in (torch.uint8, torch.int8) or not stored.numel():
+        return True  # E2M1 has neither NaN nor Inf
+    if stored.dtype != torch.float8_e4m3fn:
+        return all(torch.isfinite(extreme) for extreme in stored.aminmax())
+    rows_per_chunk = max(1, _BYTES_PER_CHUNK // stored.shape[-1])
+    chunks = stored.view(torch.uint8).split(rows_per_chunk)
+    return all(int((chunk & 0x7F).max()) != 0x7F for chunk in chunks)
 
 
-def _check_sf(stored: torch.Tensor, where: str) -> None:
-    """What no scale factor may be, whatever its codes; `MoEWeights` looks at the products too."""
-    if stored.dtype == torch.uint8:
-        _refuse(stored, stored == 255, where, "an E8M0 exponent, 0 to 254")
-    elif stored.dtype == torch.float8_e4m3fn:
-        byte = stored.view(torch.uint8)
-        _refuse(stored, ((byte & 0x7F) == 0x7F) | (byte > 0x80), where, "finite and not negative")
-    else:
-        _refuse(stored, ~(torch.isfinite(stored) & (stored > 0)), where, "finite and above 0")
-
-
-def _refuse(stored: torch.Tensor, is_bad: torch.Tensor, where: str, allowed: str) -> None:
-    if not is_bad.any():
-        return
-    index = is_bad.nonzero()[0].tolist()
-    at = f" at {index}" if index else ""
-    value = stored[tuple(index)].float().item()
-    raise MoEEpConfigError(f"{where} is {value:g}{at}; it must be {allowed}")
+def _is_nonfinite(stored: torch.Tensor) -> torch.Tensor:
+    if stored.dtype == torch.float8_e4m3fn:
+        return (stored.view(torch.uint8) & 0x7F) == 0x7F
+    return ~torch.isfinite(stored)

@@ -192,13 +192,15 @@ class MoEEpLayer(torch.nn.Module):
         prefix: str = "",
         gate_up_order: str | None = None,
         round_fp16: bool = False,
+        allow_nonfinite: bool = False,
     ) -> None:
         """Refit in place, so that addresses stay. Not collective: call it on every rank between
         the same two forwards.
 
         weights   `MoEWeights` of the same kind; or checkpoint name -> whole tensor, for all of the
                   layer or a part of it ({"5.up_proj.weight": ...}), the same on every rank
-        format    of named tensors, and `gate_up_order`, `round_fp16`: as in `moe_ep.load`
+        format    of named tensors, and `gate_up_order`, `round_fp16`, `allow_nonfinite`: as in
+                  `moe_ep.load`
         prefix    before the names that the format has, "model.layers.3.mlp.experts."
 
         Named tensors are put together on copies of the experts that they change.
@@ -220,6 +222,7 @@ class MoEEpLayer(torch.nn.Module):
                 prefix=prefix,
                 gate_up_order=gate_up_order,
                 round_fp16=round_fp16,
+                allow_nonfinite=allow_nonfinite,
             )
         else:
             if format is not None or prefix:

@@ -15,9 +15,11 @@ r takes copy (t + r) mod n. No state and no randomness; a rank's tokens spread e
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import index
 
 import torch
 
+from moe_ep.arguments import check_int, check_kind
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.held_weights import select_experts
 from moe_ep.megakernel.problem import MoEShape
@@ -39,7 +41,14 @@ class ExpertMap:
     physical_to_logical: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "physical_to_logical", tuple(map(int, self.physical_to_logical)))
+        check_int("expert_map: num_experts", self.num_experts, 1)
+        try:
+            slots = tuple(index(expert) for expert in self.physical_to_logical)
+        except TypeError as error:
+            raise MoEEpConfigError(
+                f"expert_map: physical_to_logical must be ints, one for each slot: {error}"
+            ) from None
+        object.__setattr__(self, "physical_to_logical", slots)
         for slot, expert in enumerate(self.physical_to_logical):
             if not 0 <= expert < self.num_experts:
                 raise MoEEpConfigError(
@@ -78,8 +87,7 @@ def slots_shape(shape: MoEShape, expert_map: ExpertMap | None) -> MoEShape:
     """`shape` with slots in the place of experts, which is what backends run."""
     if expert_map is None:
         return shape
-    if not isinstance(expert_map, ExpertMap):
-        raise MoEEpConfigError(f"expert_map must be an ExpertMap, got {type(expert_map).__name__}")
+    check_kind("expert_map", expert_map, ExpertMap, "an ExpertMap")
     if expert_map.num_experts != shape.num_experts:
         raise MoEEpConfigError(
             f"expert_map places {expert_map.num_experts} experts, shape has {shape.num_experts}"
@@ -92,6 +100,8 @@ def place(weights: MoEWeights, expert_map: ExpertMap) -> MoEWeights:
 
     Raises `MoEEpConfigError` for a part of the weights, or a map of another number of experts.
     """
+    check_kind("weights", weights, MoEWeights, "MoEWeights")
+    check_kind("expert_map", expert_map, ExpertMap, "an ExpertMap")
     if weights.num_ranks != 1:
         raise MoEEpConfigError(
             f"place needs full weights, these are rank {weights.rank} of {weights.num_ranks}"
@@ -101,10 +111,10 @@ def place(weights: MoEWeights, expert_map: ExpertMap) -> MoEWeights:
             f"expert_map places {expert_map.num_experts} experts, the weights have "
             f"{weights.num_experts}"
         )
-    index = torch.tensor(expert_map.physical_to_logical, device=weights.device)
+    slots = torch.tensor(expert_map.physical_to_logical, device=weights.device)
     return replace(
         weights,
-        **{name: select_experts(tensor, index) for name, tensor in weights.tensors.items()},
+        **{name: select_experts(tensor, slots) for name, tensor in weights.tensors.items()},
         num_experts=expert_map.num_physical,
         expert_ids=tuple(range(expert_map.num_physical)),
         slot_experts=expert_map.physical_to_logical,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from moe_ep.arguments import check_kind
 from moe_ep.comm.errors import MoEEpConfigError
 
 # format -> (rows, columns) of a block
@@ -60,6 +61,7 @@ class QuantSpec:
     sf_power_of_two: bool = False
 
     def __post_init__(self) -> None:
+        check_kind("format", self.format, str, "a quantisation format")
         if self.format not in BLOCKS:
             raise MoEEpConfigError(
                 f"quantisation format {self.format!r} is not known; allowed: {', '.join(BLOCKS)}"

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from moe_ep.arguments import check_float_dtype, check_kind
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.number_formats import decode_e2m1, decode_e8m0
 from moe_ep.quant_chains import Nvfp4Scales, block_amax, encode_blocks, encode_nvfp4
@@ -54,10 +55,14 @@ def quantize(
     for NaN or Inf unless `allow_nonfinite`.
     """
     spec = spec if isinstance(spec, QuantSpec) else QuantSpec(format=spec)
-    w = w.detach()
     _check(w, spec, name)
+    w = w.detach()
     if out is None:
         out = QuantizedTensor.empty(tuple(w.shape), spec, w.device)
+    elif (out.spec, out.shape) != (spec, tuple(w.shape)):
+        raise MoEEpConfigError(
+            f"out is of {out.spec} and shape {out.shape}; allowed: {spec}, {tuple(w.shape)}"
+        )
     if advance is None:
         with element_progress(f"quantising {name} to {spec.format}", w.numel()) as advance:
             return quantize(
@@ -77,6 +82,8 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.
 
     FP64 rounds nowhere, FP32 at the FP32 scale, narrower types once more.
     """
+    check_kind("q", q, QuantizedTensor, "a QuantizedTensor")
+    check_float_dtype(dtype)
     out = torch.empty(q.shape, dtype=dtype, device=q.codes.device)
     for index in product(*map(range, q.shape[:-2])):
         matrix, out_NK = q.matrix(index), out[index]
@@ -164,6 +171,7 @@ def element_progress(description: str, num_elements: int) -> Iterator[Callable[[
 
 
 def _check(w: torch.Tensor, spec: QuantSpec, name: str) -> None:
+    check_kind(name, w, torch.Tensor, "a tensor")
     if w.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise MoEEpConfigError(f"{name} must be BF16, FP16 or FP32 to quantise, got {w.dtype}")
     if w.dim() < 2:

@@ -5,6 +5,7 @@ from datetime import timedelta
 
 import torch
 
+from moe_ep.arguments import check_kind
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.comm.group import EpGroup
 from moe_ep.comm.liveness import Liveness
@@ -32,8 +33,7 @@ class Moves:
 
         Raises `MoEEpConfigError` for a map of other sizes: the memory is that of the old one.
         """
-        if not isinstance(new, ExpertMap):
-            raise MoEEpConfigError(f"expert_map must be an ExpertMap, got {type(new).__name__}")
+        check_kind("expert_map", new, ExpertMap, "an ExpertMap")
         if (old.num_experts, old.num_physical) != (new.num_experts, new.num_physical):
             raise MoEEpConfigError(
                 f"expert_map places {new.num_experts} experts on {new.num_physical} slots; "

@@ -5,11 +5,18 @@ from dataclasses import replace
 
 import torch
 
+from moe_ep.arguments import check_kind
 from moe_ep.checkpoint_formats import DTYPE_NAMES, checkpoint_format
-from moe_ep.checkpoint_layout import Expected, expected_tensors, find_projections
+from moe_ep.checkpoint_layout import (
+    Expected,
+    expected_tensors,
+    find_projections,
+    name_bad_scale,
+)
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.held_weights import HeldWeights, read_experts, some_experts, write_experts
 from moe_ep.inputs import check_tensor
+from moe_ep.weight_checks import BadScaleError
 from moe_ep.weights import MoEWeights
 
 
@@ -24,6 +31,7 @@ def stage(
     prefix: str = "",
     gate_up_order: str | None = None,
     round_fp16: bool = False,
+    allow_nonfinite: bool = False,
 ) -> Callable[[], None]:
     """Everything that can be wrong is found here, on copies of the experts that change; the result
     writes them into `held`, in place.
@@ -46,6 +54,9 @@ def stage(
         raise MoEEpConfigError(
             f"format {format!r} holds {fmt.weights_format} weights, the layer {form.weights_format}"
         )
+    check_kind("prefix", prefix, str, "a str")
+    for name in named:
+        check_kind("name of a tensor", name, str, "a str")
     cut = len(prefix)
     projections = find_projections(fmt, [name[cut:] for name in named])
     expected = expected_tensors(fmt, form, num_experts, experts, projections)
@@ -62,17 +73,22 @@ def stage(
     local_experts = sorted({piece.local_expert_idx for piece, _ in pieces})
     position = {local_idx: position for position, local_idx in enumerate(local_experts)}
     tensors = read_experts(held, form, local_experts)
+    options = {"round_fp16": round_fp16, "allow_nonfinite": allow_nonfinite}
+    staged = []
     for piece, name in pieces:
-        target = replace(piece, local_expert_idx=position[piece.local_expert_idx])
+        piece = replace(piece, local_expert_idx=position[piece.local_expert_idx])
         stored = named[name].detach()[piece.index or ...]
-        target.target(tensors).copy_(piece.values(stored, name, round_fp16))
-    some_experts(form, local_experts, tensors)  # looks at every scale
+        piece.target(tensors).copy_(piece.values(stored, name, **options))
+        staged.append((piece, name))
+    try:
+        some_experts(form, local_experts, tensors)  # looks at every scale
+    except BadScaleError as error:
+        raise name_bad_scale(error, staged) from None
     return lambda: write_experts(held, form, tensors, local_experts)
 
 
 def _check(tensor: torch.Tensor, name: str, expected: Expected) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise MoEEpConfigError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    check_kind(name, tensor, torch.Tensor, "a tensor")
     dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
     if misfit := expected.misfit(tensor.shape, dtype):
         raise MoEEpConfigError(f"{name} {misfit}")

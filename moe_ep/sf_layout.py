@@ -7,6 +7,7 @@ element (r, c) stands at (r mod 32) * 16 + (r div 32) * 4 + c.
 
 import torch
 
+from moe_ep.arguments import check_int, check_kind
 from moe_ep.comm.errors import MoEEpConfigError
 
 ATOM_ROWS, ATOM_COLS = 128, 4
@@ -17,7 +18,7 @@ def swizzle_sf(sf: torch.Tensor) -> torch.Tensor:
 
     Each leading index (expert) is padded by itself. Raises `MoEEpConfigError` for wider elements.
     """
-    _check_bytes(sf)
+    _check_bytes("sf", sf, 2)
     *lead, rows, cols = sf.shape
     padding = (0, -cols % ATOM_COLS, 0, -rows % ATOM_ROWS)
     padded = torch.nn.functional.pad(sf.view(torch.uint8), padding)
@@ -32,7 +33,9 @@ def unswizzle_sf(swizzled: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
 
     Raises `MoEEpConfigError` if the last dimension is not that of R x C.
     """
-    _check_bytes(swizzled)
+    _check_bytes("swizzled", swizzled, 1)
+    check_int("rows", rows, 0)
+    check_int("cols", cols, 0)
     row_atoms, col_atoms = -(-rows // ATOM_ROWS), -(-cols // ATOM_COLS)
     size = row_atoms * col_atoms * ATOM_ROWS * ATOM_COLS
     if swizzled.shape[-1] != size:
@@ -47,6 +50,11 @@ def unswizzle_sf(swizzled: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
     return padded[..., :rows, :cols].contiguous().view(swizzled.dtype)
 
 
-def _check_bytes(sf: torch.Tensor) -> None:
+def _check_bytes(name: str, sf: torch.Tensor, num_dims: int) -> None:
+    check_kind(name, sf, torch.Tensor, "a tensor")
     if sf.itemsize != 1:
         raise MoEEpConfigError(f"the 128x4 layout is for one-byte scale factors, got {sf.dtype}")
+    if sf.dim() < num_dims:
+        raise MoEEpConfigError(
+            f"{name} must have at least {num_dims} dimensions, got shape {list(sf.shape)}"
+        )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 
+from moe_ep.arguments import check_int, check_kind
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.megakernel.problem import weight_format
 from moe_ep.number_formats import decode_e2m1, decode_e8m0
@@ -32,9 +34,34 @@ _RISKY_BYTES = {"mxfp4": (0, 252), "mxfp8": (3, 246)}  # below the first, above 
 Expected = dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...] | None]]
 
 
+class BadScaleError(MoEEpConfigError):
+    """A scale of `MoEWeights` that is refused: `tensor`, `index` into it, `value`, `allowed`."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        tensor: str = "",
+        index: tuple[int, ...] = (),
+        value: float = math.nan,
+        allowed: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.tensor = tensor
+        self.index = index
+        self.value = value
+        self.allowed = allowed
+
+
 def check_ownership(weights: MoEWeights) -> None:
     """Parallel mode, rank, expert ids and the parts' sizes."""
     w = weights
+    for name in ("num_experts", "hidden", "intermediate", "num_ranks"):
+        check_int(name, getattr(w, name), 1)
+    check_int("rank", w.rank, 0)
+    check_kind("expert_ids", w.expert_ids, tuple, "a tuple of ints")
+    for expert_id in w.expert_ids:
+        check_kind("expert_ids", expert_id, int, "a tuple of ints")
     if w.parallel not in ("ep", "tp"):
         raise MoEEpConfigError(f"parallel must be 'ep' or 'tp', got {w.parallel!r}")
     if not 0 <= w.rank < w.num_ranks:
@@ -68,6 +95,7 @@ def check_ownership(weights: MoEWeights) -> None:
 
 def check_tensors(weights: MoEWeights) -> None:
     """Presence, shape, dtype, device and layout of every tensor."""
+    check_kind("w13", weights.w13, torch.Tensor, "a tensor")
     for name, (shape, dtypes) in _expected_tensors(weights).items():
         tensor = getattr(weights, name)
         if dtypes is None:
@@ -121,6 +149,7 @@ def _check_tensor(
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
 ) -> None:
+    check_kind(name, tensor, torch.Tensor, "a tensor")
     if tuple(tensor.shape) != shape:
         raise MoEEpConfigError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
     if tensor.dtype not in dtypes:
@@ -168,7 +197,7 @@ def _bad_scales(
     if is_bad.any():
         rows, blocks = is_bad.nonzero(as_tuple=True)
         is_bad[rows, blocks] = ~_products_are_exact(codes, sf, rows, blocks)
-    return is_bad, "an exponent whose products with its block's codes are exact in BF16"
+    return is_bad, "an E8M0 byte whose products with its block's codes are exact in BF16"
 
 
 def _products_are_exact(
@@ -196,8 +225,12 @@ def _refuse(
         local_expert_idx = index[0]
     else:
         index = (local_expert_idx, *index)
-    value = getattr(weights, name)[index]
-    raise MoEEpConfigError(
+    value = getattr(weights, name)[index].float().item()
+    raise BadScaleError(
         f"{name}{list(index)} of expert {weights.expert_ids[local_expert_idx]} is "
-        f"{value.float().item()}; it must be {allowed}"
+        f"{value}; it must be {allowed}",
+        tensor=name,
+        index=index,
+        value=value,
+        allowed=allowed,
     )

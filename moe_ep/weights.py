@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from moe_ep.arguments import check_device, check_float_dtype, check_int, check_kind
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.megakernel.problem import owned_experts, weight_format
 from moe_ep.quantize import (
@@ -32,6 +33,28 @@ from moe_ep.weight_checks import check_ownership, check_scales, check_tensors
 PARALLEL_MODES = ("ep", "tp")
 GLOBAL_SCALES = ("gate_scale", "up_scale", "down_scale")
 TENSOR_NAMES = ("w13", "w2", "w13_sf", "w2_sf", *GLOBAL_SCALES, "b13", "b2")
+
+
+def _from_blocks(weights_format: str, layout: str) -> classmethod:
+    """The class method of a format whose only scales are those of blocks."""
+
+    def build(
+        cls: "type[MoEWeights]",
+        w13: torch.Tensor,
+        w13_sf: torch.Tensor,
+        w2: torch.Tensor,
+        w2_sf: torch.Tensor,
+        *,
+        b13: torch.Tensor | None = None,
+        b2: torch.Tensor | None = None,
+        is_gated: bool = True,
+    ) -> "MoEWeights":
+        sf = {"w13_sf": w13_sf, "w2_sf": w2_sf}
+        return cls._full(weights_format, w13, w2, is_gated, **sf, b13=b13, b2=b2)
+
+    build.__name__ = weights_format
+    build.__doc__ = f"All experts in {weights_format}: {layout}."
+    return classmethod(build)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -121,54 +144,13 @@ class MoEWeights:
         sf = {"w13_sf": w13_sf, "w2_sf": w2_sf}
         return cls._full("nvfp4", w13, w2, is_gated, **sf, **scales, b13=b13, b2=b2)
 
-    @classmethod
-    def mxfp4(
-        cls,
-        w13: torch.Tensor,
-        w13_sf: torch.Tensor,
-        w2: torch.Tensor,
-        w2_sf: torch.Tensor,
-        *,
-        b13: torch.Tensor | None = None,
-        b2: torch.Tensor | None = None,
-        is_gated: bool = True,
-    ) -> "MoEWeights":
-        """All experts in MXFP4: codes [E, N, K/2], E8M0 scales [E, N, K/32]."""
-        sf = {"w13_sf": w13_sf, "w2_sf": w2_sf}
-        return cls._full("mxfp4", w13, w2, is_gated, **sf, b13=b13, b2=b2)
-
-    @classmethod
-    def mxfp8(
-        cls,
-        w13: torch.Tensor,
-        w13_sf: torch.Tensor,
-        w2: torch.Tensor,
-        w2_sf: torch.Tensor,
-        *,
-        b13: torch.Tensor | None = None,
-        b2: torch.Tensor | None = None,
-        is_gated: bool = True,
-    ) -> "MoEWeights":
-        """All experts in MXFP8: E4M3 codes [E, N, K], E8M0 scales [E, N, K/32]."""
-        sf = {"w13_sf": w13_sf, "w2_sf": w2_sf}
-        return cls._full("mxfp8", w13, w2, is_gated, **sf, b13=b13, b2=b2)
-
-    @classmethod
-    def fp8_block(
-        cls,
-        w13: torch.Tensor,
-        w13_sf: torch.Tensor,
-        w2: torch.Tensor,
-        w2_sf: torch.Tensor,
-        *,
-        b13: torch.Tensor | None = None,
-        b2: torch.Tensor | None = None,
-        is_gated: bool = True,
-    ) -> "MoEWeights":
-        """All experts in FP8: codes [E, N, K], FP32 scales [E, halves * ceil(I/128), ceil(H/128)]
-        and [E, ceil(H/128), ceil(I/128)] (DeepSeek's `weight_scale_inv`: multipliers)."""
-        sf = {"w13_sf": w13_sf, "w2_sf": w2_sf}
-        return cls._full("fp8_block", w13, w2, is_gated, **sf, b13=b13, b2=b2)
+    mxfp4 = _from_blocks("mxfp4", "codes [E, N, K/2], E8M0 scales [E, N, K/32]")
+    mxfp8 = _from_blocks("mxfp8", "E4M3 codes [E, N, K], E8M0 scales [E, N, K/32]")
+    fp8_block = _from_blocks(
+        "fp8_block",
+        "E4M3 codes [E, N, K], FP32 scales [E, halves * ceil(I/128), ceil(H/128)] and "
+        "[E, ceil(H/128), ceil(I/128)] (DeepSeek's `weight_scale_inv`: multipliers)",
+    )
 
     @classmethod
     def _full(
@@ -180,8 +162,7 @@ class MoEWeights:
         **tensors: torch.Tensor | None,
     ) -> "MoEWeights":
         for name, tensor in (("w13", w13), ("w2", w2)):
-            if not isinstance(tensor, torch.Tensor):
-                raise MoEEpConfigError(f"{name} must be a tensor, got {type(tensor).__name__}")
+            check_kind(name, tensor, torch.Tensor, "a tensor")
             if tensor.dim() != 3:
                 raise MoEEpConfigError(
                     f"{name} must be [experts, rows, columns], got shape {tuple(tensor.shape)}"
@@ -233,6 +214,7 @@ class MoEWeights:
 
     def to(self, device: torch.device | str) -> "MoEWeights":
         """The same weights on another device (the same tensors if they are there already)."""
+        device = check_device(device)
         return replace(self, **{n: t.to(device) for n, t in self.tensors.items()})
 
     def quantize(self, weights_format: str) -> "MoEWeights":
@@ -262,6 +244,7 @@ class MoEWeights:
         FP64 is exact; FP32 rounds once where a scale is FP32; BF16 rounds once more and is not what
         the layer computes with.
         """
+        check_float_dtype(dtype)
         e, i_r, h = self.num_local_experts, self.local_intermediate, self.hidden
         w13 = torch.empty(e, self.fc1_rows, h, dtype=dtype, device=self.device)
         w2 = torch.empty(e, h, i_r, dtype=dtype, device=self.device)
@@ -329,8 +312,8 @@ class MoEWeights:
             )
         if parallel not in PARALLEL_MODES:
             raise MoEEpConfigError(f"parallel must be one of {PARALLEL_MODES}, got {parallel!r}")
-        if num_ranks < 1:
-            raise MoEEpConfigError(f"num_ranks must be at least 1, got {num_ranks}")
+        check_int("num_ranks", num_ranks, 1)
+        check_int("rank", rank, 0)
         if not 0 <= rank < num_ranks:
             raise MoEEpConfigError(f"rank must be 0 to {num_ranks - 1}, got {rank}")
         if num_ranks == 1:

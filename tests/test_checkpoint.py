@@ -5,6 +5,7 @@ The oracle is `checkpoint_files`: values in FP64 by the formats' definitions, an
 
 import dataclasses
 import json
+import re
 import threading
 from pathlib import Path
 
@@ -29,6 +30,11 @@ from moe_ep.checkpoint import Checkpoint
 from moe_ep.comm.errors import MoEEpConfigError
 
 DIVISIBLE = tuple(fmt for fmt in FORMATS if fmt != "deepseek_fp8")  # I is one block of 128
+INTEGERS = {
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+    torch.float8_e4m3fn: torch.uint8,
+}
 GPT_OSS = dataclasses.replace(SHAPE, activation="gpt_oss")
 
 
@@ -230,12 +236,83 @@ def test_a_scale_without_a_healthy_value_names_tensor_and_expert(
     load(tmp_path, fmt, rank=0, num_ranks=2)  # experts 0 to 3: their bytes alone are read
 
 
-def test_an_e8m0_scale_whose_products_bf16_does_not_hold_names_the_layer(tmp_path):
-    tensors = make("gpt_oss_mxfp4").tensors
-    tensors["down_proj_scales"][5, 7, 2] = 254
+def place_in_file(fmt: str, proj: str, row: int, col: int) -> tuple[str, list[int]]:
+    """Where element (row, col) of a matrix of expert 5 stands: stem of the tensor, position."""
+    if fmt in PER_EXPERT:
+        return f"5.{proj}", [row, col]
+    if proj == "down_proj":
+        return proj, [5, col, row] if fmt == "gpt_oss" else [5, row, col]
+    is_up = proj == "up_proj"
+    if fmt == "hf_fused":
+        return "gate_up_proj", [5, row + is_up * SHAPE.intermediate, col]
+    row = 2 * row + is_up
+    return "gate_up_proj", [5, col, row] if fmt == "gpt_oss" else [5, row, col]
+
+
+NONFINITE = [
+    (fmt, torch.tensor(value, dtype=dtype))
+    for fmt in ("hf", "hf_fused", "gpt_oss")
+    for dtype in (torch.bfloat16, torch.float16)
+    for value in (float("nan"), float("-inf"))
+] + [
+    ("deepseek_fp8", torch.tensor(byte, dtype=torch.uint8).view(torch.float8_e4m3fn))
+    for byte in (0x7F, 0xFF)
+]
+
+
+@pytest.mark.parametrize("proj", ["gate_proj", "up_proj", "down_proj"])
+@pytest.mark.parametrize(("fmt", "value"), NONFINITE)
+def test_a_weight_that_is_not_finite_is_named_by_its_place_in_the_file(tmp_path, fmt, value, proj):
+    dtype = torch.bfloat16 if fmt == "deepseek_fp8" else value.dtype
+    tensors = make(fmt, dtype=dtype).tensors
+    tensors |= {name: t.bfloat16() for name, t in tensors.items() if "bias" in name}
+    stem, position = place_in_file(fmt, proj, 70, 71)
+    name = stem if fmt in FUSED else f"{stem}.weight"
+    tensors[name].view(INTEGERS[value.dtype])[tuple(position)] = value.view(INTEGERS[value.dtype])
     save(tmp_path, tensors)
-    with pytest.raises(MoEEpConfigError, match=rf"{PREFIX}.*w2_sf\[5, 7, 2\] of expert 5"):
-        load(tmp_path, "gpt_oss_mxfp4", shape=GPT_OSS)
+    message = rf"{PREFIX}.{name} of expert 5 is {value.float().item()} at {position}; it must be "
+    divisions = [{}, {"rank": 1, "num_ranks": 2}]
+    divisions += [{"parallel": "tp", "rank": 1, "num_ranks": 2}] if fmt in DIVISIBLE else []
+    for division in divisions:
+        with pytest.raises(MoEEpConfigError, match=re.escape(message)):
+            load(tmp_path, fmt, **division)
+    load(tmp_path, fmt, rank=0, num_ranks=2)  # experts 0 to 3: their bytes alone are read
+    allowed = load(tmp_path, fmt, allow_nonfinite=True).dequantize()
+    held = allowed[1][5, 70, 71] if proj == "down_proj" else allowed[0][5, 70:199:128, 71]
+    assert (~held.isfinite()).sum() == 1
+    assert sum((~matrices.isfinite()).sum() for matrices in allowed) == 1
+
+
+@pytest.mark.parametrize("fmt", ["gpt_oss", "gpt_oss_mxfp4"])
+def test_a_bias_that_is_not_finite_is_named(tmp_path, fmt):
+    tensors = make(fmt).tensors
+    tensors["gate_up_proj_bias"][5, 2 * 70 + 1] = float("nan")
+    save(tmp_path, tensors)
+    message = r"gate_up_proj_bias of expert 5 is nan at \[5, 141\]"
+    with pytest.raises(MoEEpConfigError, match=message):
+        load(tmp_path, fmt, shape=GPT_OSS, rank=1, num_ranks=2)
+    weights = load(tmp_path, fmt, shape=GPT_OSS, allow_nonfinite=True)
+    assert weights.b13.isnan().nonzero().tolist() == [[5, 128 + 70]]
+
+
+@pytest.mark.parametrize("proj", ["gate_proj", "up_proj", "down_proj"])
+@pytest.mark.parametrize("fmt", ["deepseek_mxfp4", "gpt_oss_mxfp4"])
+def test_an_e8m0_scale_whose_products_bf16_does_not_hold_is_named_by_its_place_in_the_file(
+    tmp_path, fmt, proj
+):
+    tensors = make(fmt).tensors
+    stem, position = place_in_file(fmt, proj, 70, 2)
+    name = f"{stem}.scale" if fmt in PER_EXPERT else f"{stem}_scales"
+    tensors[name].view(torch.uint8)[tuple(position)] = 254
+    save(tmp_path, tensors)
+    message = rf"{PREFIX}.{name} of expert 5 is 254 at {position}; it must be an E8M0 byte"
+    for division in (
+        {},
+        {"rank": 1, "num_ranks": 2},
+        {"parallel": "tp", "rank": 1, "num_ranks": 2},
+    ):
+        with pytest.raises(MoEEpConfigError, match=re.escape(message)):
+            load(tmp_path, fmt, shape=GPT_OSS if fmt in FUSED else SHAPE, **division)
 
 
 @pytest.mark.parametrize("fmt", FUSED)
@@ -278,7 +355,8 @@ def test_mixed_names_of_projections_are_refused(tmp_path):
     tensors = make("hf").tensors
     tensors["2.w3.weight"] = tensors.pop("2.up_proj.weight")
     save(tmp_path, tensors)
-    with pytest.raises(MoEEpConfigError, match="mix gate_proj/up_proj/down_proj with w1/w3/w2"):
+    message = r"mix gate_proj/up_proj/down_proj with w1/w3/w2 \(2.w3.weight\)"
+    with pytest.raises(MoEEpConfigError, match=message):
         load(tmp_path, "hf")
 
 
@@ -374,8 +452,6 @@ def assert_same(weights: MoEWeights, expected: MoEWeights) -> None:
     for name, tensor in expected.tensors.items():
         held = weights.tensors[name]
         assert held.dtype == tensor.dtype
-        assert torch.equal(
-            held.contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)
-        ), name
+        assert torch.equal(as_bytes(held), as_bytes(tensor)), name
     for name in ("expert_ids", "num_experts", "parallel", "rank", "num_ranks", "intermediate"):
         assert getattr(weights, name) == getattr(expected, name)

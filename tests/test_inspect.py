@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoint_files import FORMATS, PREFIX, SHAPE, WEIGHTS_FORMATS, make, save
 from safetensors.torch import save_file
 
@@ -52,14 +53,25 @@ def test_layers_are_listed_in_order_each_with_its_own_format(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("broken", "reason"),
+    ("broken", "reasons"),
     [
-        ({"5.down_proj.weight_scale_2": None}, r"5.down_proj.weight_scale_2 (expert 5): missing"),
-        ({"5.down_proj.weight_scale": "5.down_proj.scale"}, "no known format has such names"),
-        ({"7.up_proj.weight": None}, "7.up_proj.weight (expert 7): missing"),
+        ({"5.down_proj.weight_scale_2": None}, ["5.down_proj.weight_scale_2 (expert 5): missing"]),
+        ({"7.up_proj.weight": None}, ["7.up_proj.weight (expert 7): missing"]),
+        (
+            {"5.down_proj.weight_scale": "5.down_proj.scale"},
+            ["5.down_proj.weight_scale (expert 5): missing", "5.down_proj.scale (expert 5): not"],
+        ),
+        (
+            {"0.down_proj.weight": "0.down.weight"},
+            ["0.down_proj.weight (expert 0): missing", "0.down.weight (expert 0): not known"],
+        ),
+        ({"2.up_proj.weight": "2.w3.weight"}, ["with w1/w3/w2 (2.w3.weight)"]),
+        ({"3.up_proj.weight": "router"}, ["3.up_proj.weight (expert 3): missing, router: not"]),
     ],
 )
-def test_what_load_would_refuse_cannot_run_and_says_why(tmp_path, capsys, broken, reason):
+def test_what_load_would_refuse_cannot_run_and_names_the_wrong_tensor(
+    tmp_path, capsys, broken, reasons
+):
     tensors = make("modelopt_nvfp4").tensors
     for name, renamed in broken.items():
         tensor = tensors.pop(name)
@@ -69,7 +81,74 @@ def test_what_load_would_refuse_cannot_run_and_says_why(tmp_path, capsys, broken
     code, (report,) = inspect(capsys, tmp_path)
     assert code == 1
     assert not report["can_run"]
-    assert reason in report["reason"]
+    assert report["format"] == "modelopt_nvfp4"
+    for reason in reasons:
+        assert reason in report["reason"]
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_one_misnamed_tensor_is_named_in_every_format(tmp_path, capsys, fmt):
+    tensors = make(fmt).tensors
+    for number, name in enumerate(list(tensors)[:: max(1, len(tensors) // 6)]):
+        if "input" in name:  # is not read
+            continue
+        renamed = {n if n != name else f"{n}x": t for n, t in tensors.items()}
+        _, (report,) = inspect(capsys, save(tmp_path / str(number), renamed))
+        assert report["format"] == fmt
+        assert f"{name}" in report["reason"] and f"{name}x" in report["reason"]
+        assert "not known" in report["reason"] and "missing" in report["reason"]
+
+
+def test_tensors_of_no_known_format_are_said_to_be(tmp_path, capsys):
+    names = [f"{e}.{p}.qweight" for e in range(8) for p in ("gate_proj", "up_proj", "down_proj")]
+    save(tmp_path, {name: torch.zeros(4, 4) for name in names})
+    code, (report,) = inspect(capsys, tmp_path)
+    assert code == 1
+    assert "no known format has such names (0.down_proj.qweight" in report["reason"]
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
+@pytest.mark.parametrize("is_nested", [False, True])
+@pytest.mark.parametrize("fmt", ["hf", "hf_fused"])
+def test_experts_that_config_json_counts_otherwise_are_a_reason(
+    tmp_path, capsys, fmt, is_nested, key
+):
+    save(tmp_path, make(fmt).tensors)
+    for count, can_run in ((8, True), (9, False), (7, False)):
+        config = {key: count, "num_experts_per_tok": 2}
+        config = {"text_config": config} if is_nested else config
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        code, (report,) = inspect(capsys, tmp_path)
+        assert report["can_run"] == can_run == (code == 0)
+        if not can_run:
+            said = f"config.json says {count} experts, the tensors are of 8"
+            assert said in report["reason"]
+            assert (
+                "8.gate_proj" in report["reason"]
+                or "7.gate_proj" in report["reason"]
+                or (f"allowed: [{count}, 256" in report["reason"])
+            )
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "3"])
+def test_a_config_json_that_is_none_is_named(tmp_path, capsys, text):
+    save(tmp_path, make("hf").tensors)
+    (tmp_path / "config.json").write_text(text)
+    assert cli.main(["inspect", str(tmp_path)]) == 2
+    assert "config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("config", [{"num_experts": None}, {"num_experts_per_tok": "two"}, {}])
+def test_a_config_json_without_numbers_says_nothing(tmp_path, capsys, config):
+    save(tmp_path, make("hf").tensors)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert inspect(capsys, tmp_path)[0] == 0
+
+
+def test_ranks_below_one_are_an_argument_error(tmp_path, capsys):
+    save(tmp_path, make("hf").tensors)
+    assert cli.main(["inspect", str(tmp_path), "--ranks", "0"]) == 2
+    assert "--ranks must be at least 1, got 0" in capsys.readouterr().err
 
 
 def test_ranks_that_do_not_divide_the_layer_are_a_reason(tmp_path, capsys):
@@ -86,17 +165,33 @@ def test_half_of_the_experts_is_half_of_the_bytes(tmp_path, capsys):
     assert 2 * half["num_bytes"] == whole["num_bytes"]
 
 
-def test_the_table_has_a_row_for_each_layer(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")
-    save(tmp_path, make("gpt_oss_mxfp4").tensors)
-    assert cli.main(["inspect", str(tmp_path), "--device", "cpu"]) == 0
+@pytest.mark.parametrize("columns", [80, 160])
+def test_the_table_has_a_row_for_each_layer_and_reasons_below(
+    tmp_path, capsys, monkeypatch, columns
+):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    tensors = make("compressed_tensors_nvfp4").tensors
+    named = {
+        f"model.layers.{n}.mlp.experts.{k}": t for n in (58, 59, 60) for k, t in tensors.items()
+    }
+    del named["model.layers.59.mlp.experts.5.up_proj.weight_packed"]
+    save_file({n: t.clone() for n, t in named.items()}, tmp_path / "one.safetensors")
+    assert cli.main(["inspect", str(tmp_path), "--device", "cpu"]) == 1
     out = capsys.readouterr().out
-    assert "gpt_oss_mxfp4" in out and "mxfp4, bias" in out and "yes" in out
+    rows = [line.split() for line in out.splitlines() if "compressed_tensors_nvfp4   nvfp4" in line]
+    assert [(row[0], row[-1]) for row in rows] == [("58", "yes"), ("59", "no"), ("60", "yes")]
+    assert all(row[3:6] == ["8", "256", "128"] for row in rows)
+    said = " ".join(out.split())
+    assert "layer 58 and 1 more: split over TorchCommConfig" in said
+    assert "5.up_proj.weight_packed (expert 5): missing" in said
 
 
 def test_a_path_without_experts_is_an_error(tmp_path, capsys):
     assert cli.main(["inspect", str(tmp_path / "nowhere")]) == 2
     assert "holds no safetensors file" in capsys.readouterr().err
     save(tmp_path, {})
-    assert cli.main(["inspect", str(tmp_path)]) == 2
-    assert "holds no '...experts.' tensors" in capsys.readouterr().err
+    for options in ([], ["--json"]):
+        assert cli.main(["inspect", str(tmp_path), *options]) == 2
+        printed = capsys.readouterr()
+        assert "holds no '...experts.' tensors" in printed.err
+        assert printed.out == ("[]\n" if options else "")

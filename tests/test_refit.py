@@ -124,7 +124,7 @@ BROKEN = {
         {"5.up_proj.weight": torch.ones(128, 256)},
         "5.up_proj.weight is F32; allowed: U8",
     ),
-    "no tensor": ({"5.up_proj.weight_scale_2": 1.0}, "must be a tensor, got float"),
+    "no tensor": ({"5.up_proj.weight_scale_2": 1.0}, "must be a tensor, got 1.0"),
 }
 
 

@@ -22,12 +22,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from moe_ep.arguments import check_kind
 from moe_ep.comm.errors import MoEEpConfigError, MoEEpStateError
 from moe_ep.comm.group import EpGroup
 from moe_ep.config import Backend
 from moe_ep.inputs import MoEInputs
 from moe_ep.layer import MoEEpLayer
-from moe_ep.megakernel.problem import Activation, MoEShape
+from moe_ep.megakernel.problem import Activation, MoEShape, weight_format
 from moe_ep.weights import MoEWeights
 
 EXPERTS_IMPLEMENTATION = "moe_ep"
@@ -181,7 +182,7 @@ ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, _forward)
 
 def replace_moe_layers(
     model: PreTrainedModel,
-    group: EpGroup | None = None,
+    group: EpGroup | torch.distributed.ProcessGroup | None = None,
     *,
     max_tokens_per_rank: int,
     backend: Backend | str = "auto",
@@ -191,7 +192,7 @@ def replace_moe_layers(
     """Let `MoEEpLayer` run the routed experts of `model`, in place. Collective over `group`.
 
     model                a transformers model in BF16 that holds all experts, on every rank
-    group                None is every rank of the job
+    group                `EpGroup` or any ProcessGroup; None is every rank of the job
     max_tokens_per_rank  most tokens (batch x sequence) of one forward on one rank
     weights_format       what the BF16 experts are quantised to
     parallel             "ep" (experts over ranks) or "tp" (every expert's intermediate over ranks)
@@ -205,7 +206,12 @@ def replace_moe_layers(
     for what `MoEEpLayer` refuses; the model is untouched if the reason was seen before the first
     layer was built.
     """
-    group = group or EpGroup.default(model.device)
+    check_kind("model", model, PreTrainedModel, "a transformers model")
+    weight_format(weights_format)
+    if group is None:
+        group = EpGroup.default(model.device)
+    elif not isinstance(group, EpGroup):
+        group = EpGroup.from_process_group(group, model.device)
     found = find_experts(model)
     for name, experts in found.items():
         if hasattr(experts, "moe_ep_layer"):
