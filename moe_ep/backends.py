@@ -61,10 +61,12 @@ def supports(
     *,
     parallel: str = "ep",
     num_ranks: int = 1,
+    apart: str | None = None,
 ) -> Support:
     """Whether `backend` runs a layer of `shape` with weights in `weights_format` on `device`.
 
     parallel, num_ranks   "ep" or "tp", and the ranks that divide the layer
+    apart                 why the ranks are not of one NVLink domain, None where they are
 
     "auto" is supported where one of its candidates is; the reason names it. Raises
     `MoEEpConfigError` for a format, backend or device that does not exist.
@@ -73,7 +75,7 @@ def supports(
     division = {"parallel": parallel, "num_ranks": num_ranks}
     if backend == "auto":
         try:
-            choice = choose_backend(shape, weights_format, "auto", device, **division)
+            choice = choose_backend(shape, weights_format, "auto", device, apart=apart, **division)
         except MoEEpUnavailableError as error:
             return Support(False, str(error))
         return Support(True, f"{describe(choice.backend)}: {choice.considered[-1][1].reason}")
@@ -82,9 +84,9 @@ def supports(
     if misfit is not None:
         return Support(False, misfit)
     if isinstance(backend, MegaConfig):
-        return _supports_mega(shape, weights_format, backend, device, **division)
+        return _supports_mega(shape, weights_format, backend, device, apart=apart, **division)
     if isinstance(backend.comm, NcclEpConfig):
-        return _supports_nccl_ep(shape, backend.comm, device, **division)
+        return _supports_nccl_ep(shape, weights_format, backend, device, **division)
     if isinstance(backend.kernel, GroupedGemmConfig):
         return _supports_grouped(shape, weights_format, backend.kernel, device, **division)
     return _supports_torch(device)
@@ -98,6 +100,7 @@ def choose_backend(
     *,
     parallel: str = "ep",
     num_ranks: int = 1,
+    apart: str | None = None,
 ) -> Choice:
     """The backend asked for, or the first of `AUTO_ORDER` that can run.
 
@@ -107,7 +110,10 @@ def choose_backend(
     considered = []
     for candidate in AUTO_ORDER if backend == "auto" else (backend,):
         support = supports(
-            shape, weights_format, candidate, device, parallel=parallel, num_ranks=num_ranks
+            *(shape, weights_format, candidate, device),
+            parallel=parallel,
+            num_ranks=num_ranks,
+            apart=apart,
         )
         considered.append((candidate, support))
         if support.ok:
@@ -151,9 +157,12 @@ def _supports_mega(
     *,
     parallel: str,
     num_ranks: int,
+    apart: str | None,
 ) -> Support:
     if device.type != "cuda":
         return Support(False, f"needs NVIDIA GPUs of compute capability 9.0, device is {device}")
+    if num_ranks > 1 and apart is not None:
+        return Support(False, f"needs the GPUs of one NVLink domain: {apart}")
     from moe_ep.grouped_limits import device_misfit
     from moe_ep.mega_limits import layer_misfit
 
@@ -167,28 +176,40 @@ def _supports_mega(
 
 def _supports_nccl_ep(
     shape: MoEShape,
-    comm: NcclEpConfig,
+    weights_format: str,
+    backend: SplitConfig,
     device: torch.device,
     *,
     parallel: str,
     num_ranks: int,
 ) -> Support:
+    comm = backend.comm
     if device.type != "cuda":
         return Support(False, f"NCCL-EP needs NVIDIA GPUs, device is {device}")
     if parallel != "ep":
         return Support(False, f"NCCL-EP divides experts over ranks, parallel is {parallel!r}")
+    if num_ranks == 1:
+        return Support(False, "NCCL-EP moves tokens between ranks, there is one")
     from moe_ep.comm.nccl_ep_limits import layer_misfit, library_misfit
 
     misfit = layer_misfit(
-        comm.mode,
+        *(comm.mode, comm.layout),
         hidden=shape.hidden,
-        top_k=shape.top_k,
+        top_k=1 if comm.exact_combine else shape.top_k,
         num_experts=shape.num_experts,
         num_ranks=num_ranks,
     )
     misfit = misfit or library_misfit()
     if misfit is not None:
         return Support(False, misfit)
+    if isinstance(backend.kernel, GroupedGemmConfig):
+        answer = _supports_grouped(
+            *(shape, weights_format, backend.kernel, device),
+            parallel=parallel,
+            num_ranks=num_ranks,
+        )
+        if not answer.ok:
+            return answer
     return Support(False, "the NCCL-EP transport is not offered before it has run on GPUs")
 
 

@@ -11,18 +11,12 @@ tokens, K slots, H hidden, I intermediate, e local experts, P pool rows.
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NoReturn
 
 import torch
 
-from moe_ep.comm.errors import MoEEpConfigError, MoEEpStateError
-from moe_ep.grouped_memory import (
-    prepared_bytes,
-    shared_workspace,
-    workspace_bytes,
-    workspace_regions,
-)
-from moe_ep.inputs import MoEInputs
+from moe_ep.comm.errors import MoEEpConfigError
+from moe_ep.device_backend import ID_DTYPES, DeviceBackend
+from moe_ep.grouped_memory import shared_workspace, workspace_bytes, workspace_regions
 from moe_ep.megakernel.combine_sm90 import Combine, CombineConfig, combine_build
 from moe_ep.megakernel.compile_cache import KernelBuild, compile_all
 from moe_ep.megakernel.formats import PreparedWeights, prepare
@@ -30,12 +24,10 @@ from moe_ep.megakernel.grouped_gemm import GroupedGemm
 from moe_ep.megakernel.knobs import KNOB_TABLE, KernelKnobs
 from moe_ep.megakernel.permute_sm90 import Permute, PermuteConfig, permute_build
 from moe_ep.megakernel.problem import MoEShape
+from moe_ep.prepared import prepare_weights
 from moe_ep.weights import MoEWeights
 
 _log = logging.getLogger(__name__)
-
-ALIGNMENT = 16  # bytes; kernels move token rows in vectors of that size
-ID_DTYPES = (torch.int32, torch.int64)
 
 
 class GroupedExperts:
@@ -49,22 +41,7 @@ class GroupedExperts:
         self.device = weights.device
         self._term_dtype = torch.float32 if weights.parallel == "tp" else torch.bfloat16
         shape = replace(shape, intermediate=weights.local_intermediate)
-        num_bytes = prepared_bytes(
-            shape,
-            weights.weights_format,
-            weights.num_local_experts,
-            has_bias13=weights.b13 is not None,
-            has_bias2=weights.b2 is not None,
-        )
-        _log.info("preparing weights: %d bytes on %s", num_bytes, self.device)
-        try:
-            self.prepared = prepare(weights)
-        except torch.OutOfMemoryError as error:
-            raise MoEEpConfigError(
-                f"prepared weights need {num_bytes} bytes on {self.device} beside the weights "
-                f"given, which are not free; allowed: fewer experts on a rank than "
-                f"{weights.num_local_experts}"
-            ) from error
+        self.prepared = prepare_weights(shape, weights)
         self._gemm = None
         if weights.num_local_experts:
             self._gemm = GroupedGemm(
@@ -130,37 +107,28 @@ class GroupedExperts:
         prepare(weights, out=self.prepared)
 
 
-class OneRankGrouped:
+class OneRankGrouped(DeviceBackend):
     """The whole layer of one rank, for up to `max_tokens` tokens a call.
-
-    After `warmup` a call may be captured in a CUDA graph; replays follow what then stands in its
-    tensors. Inputs and `out` that are contiguous and aligned to 16 bytes are used where they lie,
-    others are copied.
-
-    An id that is not an expert is found by the kernel, which masks its slot: the next call outside
-    a capture raises it if the GPU has come that far, `check` in any case.
 
     Raises `MoEEpConfigError` naming the bytes where the workspace does not fit.
     """
 
-    finds_bad_ids = True
-
     def __init__(self, shape: MoEShape, experts: GroupedExperts, max_tokens: int) -> None:
-        self._shape, self._experts, self._device = shape, experts, experts.device
+        super().__init__(experts.device)
+        self._shape, self._experts = shape, experts
         self._max_rows = max_tokens * shape.top_k
         regions = workspace_regions(shape, shape.num_experts, max_tokens)
         num_bytes = workspace_bytes(regions)
-        _log.info("workspace: %d bytes on %s, one for layers alike", num_bytes, self._device)
+        _log.info("workspace: %d bytes on %s, one for layers alike", num_bytes, self.device)
         try:
-            self._workspace = shared_workspace(regions, self._device)
+            self._workspace = shared_workspace(regions, self.device)
         except torch.OutOfMemoryError as error:
             raise MoEEpConfigError(
                 f"max_tokens_per_rank {max_tokens} needs {num_bytes} bytes of workspace on "
-                f"{self._device}, which are not free; allowed: fewer tokens"
+                f"{self.device}, which are not free; allowed: fewer tokens"
             ) from error
         # 1 + slot of an id that is not an expert. The GPU writes pinned memory directly.
         self._bad_slot = torch.zeros(1, dtype=torch.int32, pin_memory=torch.cuda.is_available())
-        self._is_warm = False
 
     @property
     def held(self) -> PreparedWeights:
@@ -171,34 +139,8 @@ class OneRankGrouped:
         """Bytes on the device. Layers of one geometry share the workspace."""
         return self._experts.memory | {"shared workspace": self._workspace.num_bytes}
 
-    def require_callable(self) -> None:
-        """Raise what stands against a call now: `MoEEpStateError` in a capture that comes before
-        `warmup`, else `MoEEpConfigError` for a bad id of an earlier call."""
-        if not self._is_capturing():
-            self._raise_bad_slot()
-        elif not self._is_warm:
-            raise MoEEpStateError(
-                "a CUDA graph is being captured and the layer's kernels are not loaded; warm up "
-                "first: call layer.warmup() before the capture"
-            )
-
-    def forward(
-        self, inputs: MoEInputs, bound: int, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """BF16 [T, H], written to `out` if given. `bound` matters to several ranks alone."""
-        if not self._is_warm:
-            self.warmup()
-        x_TH, ids_TK, weights_TK = map(
-            usable, (inputs.hidden_states, inputs.topk_ids, inputs.topk_weights)
-        )
-        y_TH = out if out is not None and is_usable(out) else torch.empty_like(x_TH)
-        with torch.cuda.device(self._device):
-            self._launch(x_TH, ids_TK, weights_TK, y_TH)
-        return y_TH if out is None or y_TH is out else out.copy_(y_TH)
-
     def warmup(self) -> None:
-        """Compile, load and launch every kernel that a call may take; waits for the GPU."""
-        shape, device = self._shape, self._device
+        shape, device = self._shape, self.device
         around = permute_and_combine_builds(shape, shape.num_experts)
         compile_all(around + self._experts.kernel_builds())  # several at a time
         self._experts.warmup()
@@ -208,38 +150,29 @@ class OneRankGrouped:
         }
         x_TH = torch.zeros(1, shape.hidden, dtype=torch.bfloat16, device=device)
         weights_TK = torch.zeros(1, shape.top_k, device=device)
-        with torch.cuda.device(device):
+        with self.on_device():
             for dtype in ID_DTYPES:
                 masked_TK = torch.full((1, shape.top_k), -1, dtype=dtype, device=device)
-                self._launch(x_TH, masked_TK, weights_TK, torch.empty_like(x_TH))
+                self.launch(x_TH, masked_TK, weights_TK, torch.empty_like(x_TH), 1)
             # No row is routed now, so that the GEMMs end at once.
             for num_rows in self._experts.rows_of_builds(self._max_rows):
                 self._launch_experts(num_rows)
             torch.cuda.synchronize()
-        self._is_warm = True
+        self.is_warm = True
 
     def update_weights(self, weights: MoEWeights) -> None:
         self._experts.update(weights)
 
-    def check(self) -> None:
-        """Wait for the GPU, then raise `MoEEpConfigError` for a bad id that a kernel found."""
-        if self._is_capturing():
-            raise MoEEpStateError("check() waits for the GPU; call it outside the capture")
-        torch.cuda.synchronize(self._device)
-        self._raise_bad_slot()
-
-    def refuse(self, reason: str) -> NoReturn:
-        raise MoEEpConfigError(reason)
-
     def destroy(self) -> None:
         """Nothing is held beyond this object; work on other streams than the current has ended."""
 
-    def _launch(
+    def launch(
         self,
         x_TH: torch.Tensor,
         ids_TK: torch.Tensor,
         weights_TK: torch.Tensor,
         out_TH: torch.Tensor,
+        bound: int,
     ) -> None:
         num_tokens, num_rows = len(x_TH), ids_TK.numel()
         if num_tokens == 0:
@@ -269,7 +202,7 @@ class OneRankGrouped:
         pool_PH, hidden_PI = workspace["pool"][:num_rows], workspace["hidden"][:num_rows]
         self._experts.run(pool_PH, workspace["offsets"], hidden_PI, pool_PH)
 
-    def _raise_bad_slot(self) -> None:
+    def raise_found(self) -> None:
         bad_slot = int(self._bad_slot)
         if bad_slot:
             self._bad_slot.zero_()
@@ -279,10 +212,6 @@ class OneRankGrouped:
                 "slot was masked; allowed: negative (masked) or below num_experts "
                 f"{self._shape.num_experts}"
             )
-
-    def _is_capturing(self) -> bool:
-        with torch.cuda.device(self._device):
-            return torch.cuda.is_current_stream_capturing()
 
 
 def permute_and_combine_builds(shape: MoEShape, num_local_experts: int) -> list[KernelBuild]:
@@ -304,14 +233,3 @@ def _permute_config(
         hidden=shape.hidden,
         ids_are_int64=id_dtype == torch.int64,
     )
-
-
-def is_usable(tensor: torch.Tensor) -> bool:
-    """Whether a kernel takes the tensor where it lies."""
-    return tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0
-
-
-def usable(tensor: torch.Tensor) -> torch.Tensor:
-    if is_usable(tensor):
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)

@@ -16,16 +16,20 @@ from moe_ep.comm.errors import (
 )
 from moe_ep.comm.group import EpGroup
 from moe_ep.comm.liveness import Liveness
-from moe_ep.comm.torch_transport import TorchTransport
-from moe_ep.comm.transport import LocalTransport, Transport
-from moe_ep.config import Backend, GroupedGemmConfig, MegaConfig, SplitConfig
+from moe_ep.config import Backend
+from moe_ep.construction import (
+    check_arguments,
+    make_backend,
+    make_experts,
+    resolve_group,
+    why_apart,
+)
 from moe_ep.fingerprint import agree, fingerprint
 from moe_ep.inputs import MoEInputs, check_inputs, check_tensor
-from moe_ep.megakernel.problem import MoEShape, owned_experts
+from moe_ep.megakernel.problem import MoEShape
 from moe_ep.placement import ExpertMap, PhysicalIds, check_placed, slots_shape
 from moe_ep.rebalance import agree_on_moves, move_experts
 from moe_ep.refit import check_update, stage
-from moe_ep.split import ExpertKernel, SplitBackend, TorchExperts
 from moe_ep.weights import MoEWeights
 
 
@@ -68,10 +72,11 @@ class MoEEpLayer(torch.nn.Module):
             raise MoEEpConfigError(f"timeout_s must be a positive number, got {timeout_s!r}")
         if device is None:
             device = weights.device if isinstance(weights, MoEWeights) else "cpu"
-        self._group = _resolve_group(group, device)
+        self._group = resolve_group(group, device)
+        apart = why_apart(self._group, timeout_s)
         fields = refusal = None
         try:
-            _check_arguments(shape, weights, max_tokens_per_rank, self._group, expert_map)
+            check_arguments(shape, weights, max_tokens_per_rank, self._group, expert_map)
             slots = slots_shape(shape, expert_map)
             choice = choose_backend(
                 slots,
@@ -80,10 +85,9 @@ class MoEEpLayer(torch.nn.Module):
                 self._group.device,
                 parallel=weights.parallel,
                 num_ranks=self._group.num_ranks,
+                apart=apart,
             )
-            kernel = None
-            if isinstance(choice.backend, SplitConfig):
-                kernel = _make_kernel(slots, weights, choice.backend)
+            experts = make_experts(slots, weights, choice.backend)
             fields = fingerprint(
                 slots, weights, max_tokens_per_rank, choice.backend, self._group.device
             )
@@ -105,23 +109,10 @@ class MoEEpLayer(torch.nn.Module):
         self._liveness = (
             Liveness(self._group, layer_id, timeout_s) if self._group.num_ranks > 1 else None
         )
-        if isinstance(choice.backend, MegaConfig):
-            from moe_ep.mega import MegaBackend
-
-            self._backend = MegaBackend(
-                *(slots, weights, self._group, max_tokens_per_rank),
-                *(choice.backend.megakernel, timeout_s),
-            )
-            return
-        if _runs_on_device(choice.backend, weights):
-            from moe_ep.grouped import OneRankGrouped
-
-            self._backend = OneRankGrouped(slots, kernel, max_tokens_per_rank)
-            return
-        transport = _make_transport(
-            self._group, self._liveness, layer_id, slots, weights.parallel, timeout_s
+        self._backend = make_backend(
+            *(choice.backend, experts, slots, weights, self._group, max_tokens_per_rank),
+            *(self._liveness, layer_id, timeout_s),
         )
-        self._backend = SplitBackend(weights, transport, kernel)
 
     @property
     def backend(self) -> Backend:
@@ -151,9 +142,9 @@ class MoEEpLayer(torch.nn.Module):
         Where kernels check the ids, a bad id of an earlier call is raised here.
         """
         self._require_usable()
-        self._backend.require_callable()
         bound = self.max_tokens_per_rank if max_tokens is None else max_tokens
         try:
+            self._backend.require_callable()
             try:
                 self._check_call(inputs, out, bound)
             except MoEEpConfigError as refusal:
@@ -162,8 +153,8 @@ class MoEEpLayer(torch.nn.Module):
                 if self._to_slots is not None:
                     inputs = replace(inputs, topk_ids=self._to_slots(inputs.topk_ids))
                 return self._backend.forward(inputs, bound, out)
-        except MoEEpConfigError:
-            raise  # all ranks raise it, so they are still in step
+        except (MoEEpConfigError, MoEEpStateError):
+            raise  # all ranks raise it, so they are still in step, or none has started
         except BaseException as error:
             self._poison(error)
             raise
@@ -263,7 +254,11 @@ class MoEEpLayer(torch.nn.Module):
         """Raise `MoEEpStateError` in a layer that is not usable, and any error that a kernel found
         and that no call has raised yet; waits for the GPU where a kernel checks the ids."""
         self._require_usable()
-        self._backend.check()
+        try:
+            self._backend.check()
+        except MoEEpTimeoutError as error:
+            self._poison(error)
+            raise
 
     def explain(self) -> str:
         """Which backend runs and why; why each other one of "auto" does not."""
@@ -334,110 +329,3 @@ class MoEEpLayer(torch.nn.Module):
 
     def __reduce_ex__(self, protocol: int) -> NoReturn:
         raise MoEEpStateError("MoEEpLayer is bound to its ranks: it cannot be copied or pickled")
-
-
-def _resolve_group(
-    group: EpGroup | torch.distributed.ProcessGroup | None, device: torch.device | str
-) -> EpGroup:
-    if group is None:
-        return EpGroup.default(device)
-    if not isinstance(group, EpGroup):
-        return EpGroup.from_process_group(group, device)
-    if group.is_virtual:
-        raise MoEEpConfigError(
-            f"group is virtual: its {group.num_ranks} ranks share one launch, a layer is one rank; "
-            "allowed: EpGroup.single, EpGroup.from_process_group or a ProcessGroup"
-        )
-    return group
-
-
-def _check_arguments(
-    shape: MoEShape,
-    weights: MoEWeights,
-    max_tokens_per_rank: int,
-    group: EpGroup,
-    expert_map: ExpertMap | None,
-) -> None:
-    """What one rank can see by itself."""
-    if not isinstance(shape, MoEShape):
-        raise MoEEpConfigError(f"shape must be a MoEShape, got {shape!r}")
-    if not isinstance(weights, MoEWeights):
-        raise MoEEpConfigError(f"weights must be MoEWeights, got {type(weights).__name__}")
-    if isinstance(max_tokens_per_rank, bool) or not isinstance(max_tokens_per_rank, int):
-        raise MoEEpConfigError(f"max_tokens_per_rank must be an int, got {max_tokens_per_rank!r}")
-    if max_tokens_per_rank < 1:
-        raise MoEEpConfigError(f"max_tokens_per_rank must be at least 1, got {max_tokens_per_rank}")
-    if expert_map is not None and weights.parallel != "ep":
-        raise MoEEpConfigError(
-            "expert_map needs parallel 'ep': under tp all ranks hold all experts"
-        )
-    shape = slots_shape(shape, expert_map)
-    for name, wanted in (
-        ("num_experts", shape.num_experts),
-        ("hidden", shape.hidden),
-        ("intermediate", shape.intermediate),
-        ("is_gated", shape.activation.is_gated),
-    ):
-        value = getattr(weights, name)
-        if value != wanted:
-            raise MoEEpConfigError(f"{name} of the weights is {value}, the shape has {wanted}")
-    check_placed(weights, expert_map)
-    if (weights.rank, weights.num_ranks) != (group.rank, group.num_ranks):
-        raise MoEEpConfigError(
-            f"weights are those of rank {weights.rank} of {weights.num_ranks}, the group has rank "
-            f"{group.rank} of {group.num_ranks}; use weights.shard(parallel, {group.rank}, "
-            f"{group.num_ranks}) on the full weights"
-        )
-    owned = range(shape.num_experts)
-    if weights.parallel == "ep":
-        owned = owned_experts(shape.num_experts, group.num_ranks, group.rank)
-    if tuple(weights.expert_ids) != tuple(owned):
-        raise MoEEpConfigError(
-            f"weights hold experts {list(weights.expert_ids)}; allowed for rank {group.rank}: "
-            f"{list(owned)} in this order"
-        )
-    if weights.device != group.device:
-        raise MoEEpConfigError(f"weights are on {weights.device}, the layer on {group.device}")
-
-
-def _make_kernel(shape: MoEShape, weights: MoEWeights, backend: SplitConfig) -> ExpertKernel:
-    if isinstance(backend.kernel, GroupedGemmConfig):
-        from moe_ep.grouped import GroupedExperts  # needs CuTe DSL
-
-        return GroupedExperts(shape, weights, backend.kernel.knobs)
-    return TorchExperts(weights, shape.activation)
-
-
-def _runs_on_device(backend: SplitConfig, weights: MoEWeights) -> bool:
-    """Whether one rank's layer needs neither transport nor counts on the host."""
-    is_alone = weights.num_ranks == 1 and weights.parallel == "ep"
-    return is_alone and isinstance(backend.kernel, GroupedGemmConfig)
-
-
-def _make_transport(
-    group: EpGroup,
-    liveness: Liveness | None,
-    layer_id: int,
-    shape: MoEShape,
-    parallel: str,
-    timeout_s: float,
-) -> Transport:
-    if group.num_ranks == 1:
-        return LocalTransport(parallel)
-    owner_E = None
-    if parallel == "ep":
-        owners = [
-            rank
-            for rank in range(group.num_ranks)
-            for _ in owned_experts(shape.num_experts, group.num_ranks, rank)
-        ]
-        owner_E = torch.tensor(owners, device=group.device)
-    return TorchTransport(
-        group,
-        liveness,
-        layer_id=layer_id,
-        hidden=shape.hidden,
-        top_k=shape.top_k,
-        owner_E=owner_E,
-        timeout_s=timeout_s,
-    )

@@ -1,60 +1,71 @@
-"""The mega kernel behind the layer: a forward is one launch.
+"""The mega kernel behind the layer: a forward is one launch, on every rank.
 
-Letters: T tokens, K slots, H hidden.
+Ranks stay in step by launching equally often. So a rank that refuses its input launches a step that
+says so and computes nothing anywhere, and a call that has to raise what an earlier one left does
+its own step first.
 """
 
 from typing import NoReturn
 
 import torch
 
-from moe_ep.comm.errors import MoEEpConfigError, MoEEpStateError
+from moe_ep.comm.errors import MoEEpConfigError, MoEEpTimeoutError, MoEEpTransportError
 from moe_ep.comm.group import EpGroup
+from moe_ep.comm.liveness import Liveness
 from moe_ep.config import MegaKernelConfig
-from moe_ep.grouped import is_usable, usable
+from moe_ep.device_backend import ID_DTYPES, DeviceBackend
+from moe_ep.fingerprint import agree
 from moe_ep.inputs import MoEInputs
 from moe_ep.megakernel.formats import PreparedWeights, prepare
 from moe_ep.megakernel.mega_moe import MegaMoE
 from moe_ep.megakernel.problem import MoEShape
 from moe_ep.weights import MoEWeights
 
-_ID_DTYPES = (torch.int32, torch.int64)
+# What a refusal is about: its code is the place here, its text starts with the name.
+ARGUMENTS = ("inputs", "hidden_states", "topk_ids", "topk_weights", "out", "max_tokens")
+# Ranks may find different kernels in their caches; compiling all of them takes minutes.
+COMPILE_TIMEOUT_S = 900.0
 
 
-class MegaBackend:
-    """One layer on its rank's GPU. Holds prepared weights, not the `weights` given.
+class MegaBackend(DeviceBackend):
+    """One rank's layer on its GPU. Collective over `group`, building as well as every call.
 
-    After `warmup` a call may be captured in a CUDA graph; replays follow what then stands in its
-    tensors, for the captured number of tokens (mask what is padding by negative ids). The host
-    waits for nothing, so what a kernel found is raised by a later call, or by `check`.
+    Several ranks: a rank that refuses its input raises at once, the others by their next call or
+    `check`. A wait that ran out of time asks in the store which ranks are alive.
 
-    Raises `MoEEpConfigError` naming the bytes where the workspace does not fit.
+    Raises `MoEEpConfigError` on every rank, naming the bytes, where the workspace does not fit.
     """
-
-    finds_bad_ids = True
 
     def __init__(
         self,
         shape: MoEShape,
-        weights: MoEWeights,
+        prepared: PreparedWeights,
         group: EpGroup,
         max_tokens: int,
         config: MegaKernelConfig,
+        liveness: Liveness | None,
         timeout_s: float,
     ) -> None:
-        self._shape, self._device = shape, group.device
-        self._prepared = prepare(weights)
-        self._mega = MegaMoE(
-            group,
-            shape,
-            weights.weights_format,
-            max_tokens_per_rank=max_tokens,
-            has_bias13=weights.b13 is not None,
-            has_bias2=weights.b2 is not None,
-            knobs=config.knobs,
-            max_sms=config.max_sms,
-            timeout_s=timeout_s,
-        )
-        self._is_warm = False
+        super().__init__(group.device)
+        self._shape, self._group, self._liveness = shape, group, liveness
+        self._prepared, self._timeout_s = prepared, timeout_s
+        self._left: MoEEpConfigError | None = None  # by an earlier call, raised by the next
+        refusal = None
+        try:
+            self._mega = MegaMoE(
+                group,
+                shape,
+                prepared.weights_format,
+                max_tokens_per_rank=max_tokens,
+                has_bias13=prepared.b13 is not None,
+                has_bias2=prepared.b2 is not None,
+                knobs=config.knobs,
+                max_sms=config.max_sms,
+                timeout_s=timeout_s,
+            )
+        except Exception as error:  # told to the other ranks, then raised
+            refusal = error
+        agree(group, {}, refusal, timeout_s, "workspace")
 
     @property
     def held(self) -> PreparedWeights:
@@ -68,68 +79,103 @@ class MegaBackend:
             "shared workspace": self._mega.num_bytes,
         }
 
-    def require_callable(self) -> None:
-        """Raise what stands against a call now: `MoEEpStateError` in a capture that comes before
-        `warmup`, else what an earlier launch has found by now."""
-        if not self._is_capturing():
-            self._mega.check()
-        elif not self._is_warm:
-            raise MoEEpStateError(
-                "a CUDA graph is being captured and the layer's kernels are not loaded; warm up "
-                "first: call layer.warmup() before the capture"
-            )
-
     def forward(
         self, inputs: MoEInputs, bound: int, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """BF16 [T, H], written to `out` if given. `bound`: most tokens of any rank."""
-        if not self._is_warm:
-            self.warmup()
-        x_TH, ids_TK, weights_TK = map(
-            usable, (inputs.hidden_states, inputs.topk_ids, inputs.topk_weights)
-        )
-        y_TH = out if out is not None and is_usable(out) else torch.empty_like(x_TH)
-        with torch.cuda.device(self._device):
-            self._mega.forward(x_TH, ids_TK, weights_TK, self._prepared, y_TH, max_tokens=bound)
-        return y_TH if out is None or y_TH is out else out.copy_(y_TH)
+        """BF16 [T, H], written to `out` if given. `bound`: most tokens of any rank.
+
+        Raises `MoEEpConfigError` for an earlier call after its own step, see the module.
+        """
+        y_TH = super().forward(inputs, bound, out)
+        if self._left is not None:
+            left, self._left = self._left, None
+            raise left
+        return y_TH
+
+    def launch(
+        self,
+        x_TH: torch.Tensor,
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        out_TH: torch.Tensor,
+        bound: int,
+    ) -> None:
+        self._mega.forward(x_TH, ids_TK, weights_TK, self._prepared, out_TH, max_tokens=bound)
 
     def warmup(self) -> None:
-        """Compile, load and launch every kernel that a call may take; waits for the GPU."""
-        self._mega.warmup()
+        refusal = None
+        try:
+            self._mega.warmup()
+        except Exception as error:  # told to the other ranks, then raised
+            refusal = error
+        agree(self._group, {}, refusal, max(self._timeout_s, COMPILE_TIMEOUT_S), "warmup")
         most = self._mega.buckets[-1].max_tokens
-        shape, device = (most, self._shape.top_k), self._device
+        shape, device = (most, self._shape.top_k), self.device
         x_TH = torch.zeros(most, self._shape.hidden, dtype=torch.bfloat16, device=device)
         weights_TK = torch.zeros(shape, device=device)
-        with torch.cuda.device(device):
-            for dtype in _ID_DTYPES:
+        with self.on_device():
+            for dtype in ID_DTYPES:
                 masked_TK = torch.full(shape, -1, dtype=dtype, device=device)
                 for bucket in self._mega.buckets:
                     n = bucket.max_tokens
-                    self._mega.forward(
-                        *(x_TH[:n], masked_TK[:n], weights_TK[:n], self._prepared, x_TH[:n]),
-                        max_tokens=n,
-                    )
+                    self.launch(x_TH[:n], masked_TK[:n], weights_TK[:n], x_TH[:n], n)
             torch.cuda.synchronize()
-        self._is_warm = True
+        self.raise_found()
+        self.is_warm = True
 
     def update_weights(self, weights: MoEWeights) -> None:
         """Prepare other weights into the same addresses."""
         prepare(weights, out=self._prepared)
 
-    def check(self) -> None:
-        """Wait for the GPU, then raise what a kernel found."""
-        if self._is_capturing():
-            raise MoEEpStateError("check() waits for the GPU; call it outside the capture")
-        torch.cuda.synchronize(self._device)
-        self._mega.check()
+    def raise_found(self) -> None:
+        try:
+            self._mega.check(ARGUMENTS)
+        except MoEEpTimeoutError as error:
+            if self._liveness is None:
+                raise
+            raise self._lost_ranks(error) from None
+
+    def require_callable(self) -> None:
+        try:
+            super().require_callable()
+        except MoEEpConfigError as left:
+            if self._group.num_ranks == 1:
+                raise
+            self._left = left
 
     def refuse(self, reason: str) -> NoReturn:
-        raise MoEEpConfigError(reason)
+        """This rank's part of a call whose input it does not take."""
+        left, self._left = self._left, None
+        if self._group.num_ranks == 1:
+            raise MoEEpConfigError(reason)
+        if not self.is_capturing():
+            if not self.is_warm:
+                self.warmup()
+            with self.on_device():
+                self._mega.refuse(refusal_code(reason), self._prepared)
+        raise MoEEpConfigError(f"{self._group.rank_name(self._group.rank)}: {reason}") from left
 
     def destroy(self) -> None:
         """Give the workspace back; work on other streams than the current has ended."""
         self._mega.destroy()
 
-    def _is_capturing(self) -> bool:
-        with torch.cuda.device(self._device):
-            return torch.cuda.is_current_stream_capturing()
+    def _lost_ranks(self, error: MoEEpTimeoutError) -> MoEEpTimeoutError:
+        """The device's record with the ranks that give no sign of life."""
+        try:
+            self._liveness.raise_failure(error.phase, error.step, error)
+        except (MoEEpTimeoutError, MoEEpTransportError) as found:
+            return MoEEpTimeoutError(
+                f"{error}. {found}",
+                phase=error.phase,
+                step=error.step,
+                ranks=getattr(found, "ranks", ()) or error.ranks,
+                expert=error.expert,
+                expected=error.expected,
+                seen=error.seen,
+            )
+
+
+def refusal_code(reason: str) -> int:
+    """Place in `ARGUMENTS` of what a refusal is about; 0, the inputs, for anything else."""
+    name = reason.split()[0]
+    return ARGUMENTS.index(name) if name in ARGUMENTS else 0

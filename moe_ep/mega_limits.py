@@ -3,11 +3,13 @@
 Plain questions with a reason as answer, None where nothing stands against it; no kernel is loaded.
 """
 
+from importlib.util import find_spec
+
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.config import MegaConfig
 from moe_ep.megakernel.knobs import MAX_LOCAL_EXPERTS, KernelKnobs
 from moe_ep.megakernel.mega_moe import fit_spec, make_buckets, make_layout
-from moe_ep.megakernel.problem import MoEShape
+from moe_ep.megakernel.problem import MoEShape, owned_experts
 
 # Why the kernel is not offered to layers at all; None once tests/gpu/test_mega_layer.py has passed.
 PENDING: str | None = "the mega kernel has run on a GPU by itself, but not yet behind a layer"
@@ -28,10 +30,13 @@ def layer_misfit(
         return f"knobs is {kernel.knobs!r}; allowed: None (chosen from the table) or KernelKnobs"
     if parallel != "ep":
         return f"parallel={parallel!r} is not built yet; allowed: 'ep'"
-    if num_ranks > 1:
-        return f"{num_ranks} ranks have not run on several GPUs yet; allowed: one rank"
-    if shape.num_experts > MAX_LOCAL_EXPERTS:
-        return f"a rank holds {shape.num_experts} experts; allowed: at most {MAX_LOCAL_EXPERTS}"
+    if shape.num_experts < num_ranks:
+        return f"{num_ranks} ranks hold {shape.num_experts} experts; allowed: at least one each"
+    num_local_experts = len(owned_experts(shape.num_experts, num_ranks, rank=0))
+    if num_local_experts > MAX_LOCAL_EXPERTS:
+        return f"a rank holds {num_local_experts} experts; allowed: at most {MAX_LOCAL_EXPERTS}"
+    if num_ranks > 1 and find_spec("nvshmem") is None:
+        return f"{num_ranks} ranks need nvshmem4py (pip install 'moe-ep[gpu]')"
     try:
         buckets = make_buckets(weights_format, shape, 1 << 20, num_ranks)
         layout = make_layout(shape, num_ranks, 1, buckets)

@@ -104,6 +104,7 @@ def use_fakes(replace: Callable[[object, str, object], None] = setattr) -> Simpl
     replace(torch.cuda, "current_stream", lambda device=None: state.stream)
     replace(torch.cuda, "synchronize", lambda device=None: None)
     replace(torch.cuda, "device", nullcontext)
+    replace(torch.cuda, "current_device", lambda: None)
     return state
 
 

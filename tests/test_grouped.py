@@ -282,14 +282,13 @@ def test_explain_states_the_bytes_held(layer):
 
 @pytest.mark.parametrize("what", ["weights", "workspace"])
 def test_memory_that_is_not_free_is_an_error_with_the_bytes(monkeypatch, what):
-    from moe_ep import grouped
+    from moe_ep import grouped, prepared
 
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(
-        grouped, {"weights": "prepare", "workspace": "shared_workspace"}[what], fail
-    )
+    where = {"weights": (prepared, "prepare"), "workspace": (grouped, "shared_workspace")}
+    monkeypatch.setattr(*where[what], fail)
     regions = workspace_regions(SHAPE, 8, CAPACITY)
     num_bytes = {
         "weights": prepared_bytes(SHAPE, "bf16", 8),

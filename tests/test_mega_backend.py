@@ -1,6 +1,5 @@
 """The host side of the layer over the mega kernel, on a CPU: the kernel is the specification."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,12 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 from layer_cases import make_inputs, make_weights
 
 from moe_ep import MoEInputs, MoEShape, mega
-from moe_ep.comm.errors import MoEEpConfigError, MoEEpStateError
+from moe_ep.comm.errors import (
+    MoEEpConfigError,
+    MoEEpStateError,
+    MoEEpTimeoutError,
+    MoEEpTransportError,
+)
 from moe_ep.comm.group import EpGroup
 from moe_ep.config import MegaKernelConfig
 from moe_ep.megakernel.mega_moe import Bucket
@@ -28,7 +32,7 @@ class FakeMega:
         self.shape, self.options = shape, options
         self.buckets = (Bucket(3, None), Bucket(options["max_tokens_per_rank"], None))
         self.num_bytes, self.num_warmups, self.calls = 1000, 0, []
-        self.found = None
+        self.found, self.codes = None, []
 
     def warmup(self) -> None:
         self.num_warmups += 1
@@ -39,7 +43,11 @@ class FakeMega:
         self.calls.append((len(x), topk_ids.dtype, max_tokens))
         out.copy_(moe_reference(MoEInputs(x, topk_ids, topk_weights), weights, self.shape))
 
-    def check(self) -> None:
+    def refuse(self, code, weights) -> None:
+        self.codes.append(code)
+
+    def check(self, refusals=()) -> None:
+        assert refusals == mega.ARGUMENTS
         if self.found:
             error, self.found = self.found, None
             raise error
@@ -58,19 +66,25 @@ def fake_prepare(weights, out=None):
 
 @pytest.fixture
 def cuda(monkeypatch) -> SimpleNamespace:
-    state = SimpleNamespace(is_capturing=False)
+    state = SimpleNamespace(is_capturing=False, agreed=[])
     monkeypatch.setattr(mega, "MegaMoE", FakeMega)
     monkeypatch.setattr(mega, "prepare", fake_prepare)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(mega, "agree", lambda *args: state.agreed.append(args[-1]))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.is_capturing)
     return state
 
 
-def make_backend(**config) -> mega.MegaBackend:
-    weights = make_weights(SHAPE)
-    group, kernel = EpGroup.single("cpu"), MegaKernelConfig(**config)
-    return mega.MegaBackend(SHAPE, weights, group, CAPACITY, kernel, 60.0)
+def make_backend(num_ranks: int = 1, liveness=None, **config) -> mega.MegaBackend:
+    group = EpGroup(
+        rank=num_ranks - 1,
+        num_ranks=num_ranks,
+        device=torch.device("cpu"),
+        global_ranks=tuple(range(num_ranks)),
+    )
+    kernel = MegaKernelConfig(**config)
+    return mega.MegaBackend(SHAPE, make_weights(SHAPE), group, CAPACITY, kernel, liveness, 60.0)
 
 
 def test_a_call_is_the_layer_for_any_strides_and_any_out(cuda):
@@ -138,5 +152,92 @@ def test_settings_reach_the_kernel_and_memory_is_told(cuda):
     assert options["max_tokens_per_rank"] == CAPACITY and not options["has_bias13"]
     assert backend.memory["shared workspace"] == 1000
     assert backend.memory["prepared weights"] == make_weights(SHAPE).num_bytes
-    with pytest.raises(MoEEpConfigError, match="hidden_states"):
+    assert cuda.agreed == ["workspace"]
+
+
+def test_one_rank_refuses_by_itself(cuda):
+    backend = make_backend()
+    with pytest.raises(MoEEpConfigError, match="^hidden_states has 9 tokens"):
         backend.refuse("hidden_states has 9 tokens")
+    assert not backend._mega.codes
+
+
+# ---- several ranks: each call is one launch, whatever it raises
+
+
+@pytest.mark.parametrize(
+    ("reason", "argument"),
+    [
+        ("inputs must be MoEInputs, got None", "inputs"),
+        ("topk_weights has dtype torch.float64", "topk_weights"),
+        ("max_tokens is 9; allowed: 0 to 8", "max_tokens"),
+        ("out has strides (0, 1)", "out"),
+    ],
+)
+def test_a_refusing_rank_launches_its_part_and_names_itself(cuda, reason, argument):
+    backend = make_backend(num_ranks=2)
+    with pytest.raises(MoEEpConfigError, match=f"^rank 1: {argument}"):
+        backend.refuse(reason)
+    assert backend._mega.num_warmups == 1  # as the others, in their forward
+    assert [mega.ARGUMENTS[code] for code in backend._mega.codes] == [argument]
+
+
+def test_in_a_capture_a_refusal_launches_nothing(cuda):
+    backend = make_backend(num_ranks=2)
+    backend.warmup()
+    cuda.is_capturing = True
+    with pytest.raises(MoEEpConfigError, match="rank 1: out"):
+        backend.refuse("out is None")
+    assert not backend._mega.codes
+
+
+def test_what_an_earlier_call_left_is_raised_once_after_the_own_step(cuda):
+    backend, inputs = make_backend(num_ranks=2), make_inputs(SHAPE, 4, seed=3)
+    backend.warmup()
+    num_launched = len(backend._mega.calls)
+    backend._mega.found = MoEEpConfigError("rank 0 refused its topk_ids")
+    backend.require_callable()
+    out = torch.zeros_like(inputs.hidden_states)
+    with pytest.raises(MoEEpConfigError, match="rank 0 refused"):
+        backend.forward(inputs, 4, out)
+    assert len(backend._mega.calls) == num_launched + 1
+    assert torch.equal(out, moe_reference(inputs, make_weights(SHAPE), SHAPE))
+    backend.require_callable()
+    backend.forward(inputs, 4, out)
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_time_out_keeps_the_record_and_names_ranks_without_a_sign_of_life(cuda, is_lost):
+    def raise_failure(phase, step, cause):
+        assert (phase, step) == ("fc1", 7)
+        if is_lost:
+            raise MoEEpTimeoutError("no sign of life from rank 3", ranks=[3])
+        raise MoEEpTransportError("every rank is alive")
+
+    backend = make_backend(num_ranks=4, liveness=SimpleNamespace(raise_failure=raise_failure))
+    backend._mega.found = MoEEpTimeoutError(
+        "step 7", phase="fc1", step=7, ranks=[2], expert=5, expected=64, seen=63
+    )
+    with pytest.raises(MoEEpTimeoutError, match="rank 3" if is_lost else "alive") as error:
+        backend.require_callable()
+    found = error.value
+    assert found.ranks == ((3,) if is_lost else (2,))
+    assert (found.phase, found.step, found.expert) == ("fc1", 7, 5)
+    assert (found.expected, found.seen) == (64, 63)
+
+
+def test_all_ranks_agree_that_workspace_and_kernels_are_there(cuda, monkeypatch):
+    def fail(self) -> None:
+        raise MoEEpConfigError("kernel does not compile")
+
+    def agree(group, fields, refusal, timeout_s, topic) -> None:
+        assert timeout_s >= 60.0
+        if refusal is not None:
+            raise refusal
+
+    monkeypatch.setattr(mega, "agree", agree)
+    monkeypatch.setattr(FakeMega, "warmup", fail)
+    backend = make_backend(num_ranks=2)
+    with pytest.raises(MoEEpConfigError, match="does not compile"):
+        backend.warmup()
+    assert not backend._mega.calls

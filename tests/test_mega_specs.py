@@ -123,13 +123,25 @@ def test_a_layer_is_not_offered_it_before_it_ran_there():
 
 
 @pytest.mark.usefixtures("offered")
+def test_several_ranks_need_nvshmem(monkeypatch):
+    monkeypatch.setattr(mega_limits, "find_spec", lambda name: None)
+    assert "nvshmem4py" in reason(make_shape(), num_ranks=2)
+    assert reason(make_shape(), num_ranks=1) is None
+    monkeypatch.setattr(mega_limits, "find_spec", lambda name: name)
+    assert reason(make_shape(), num_ranks=2) is None
+
+
+@pytest.mark.usefixtures("offered")
 def test_each_limit_is_named_at_one_past_it():
     assert reason(make_shape(num_experts=MAX_LOCAL_EXPERTS)) is None
     assert "at most 384" in reason(make_shape(num_experts=MAX_LOCAL_EXPERTS + 1))
     assert reason(make_shape(top_k=32)) is None
     assert "top_k must be at most 32" in reason(make_shape(num_experts=64, top_k=33))
     assert "hidden must be a multiple of 16" in reason(make_shape(hidden=7176))
-    assert "2 ranks" in reason(make_shape(), num_ranks=2)
+    wide = {"num_experts": 2 * MAX_LOCAL_EXPERTS}
+    assert "at most 384" in reason(make_shape(num_experts=2 * MAX_LOCAL_EXPERTS + 1), num_ranks=2)
+    assert "at most 384" not in (reason(make_shape(**wide), num_ranks=2) or "")
+    assert "at least one" in reason(make_shape(num_experts=8), num_ranks=9)
     assert "parallel='tp'" in reason(make_shape(), parallel="tp")
     fp8 = MegaConfig(megakernel=MegaKernelConfig(activations="fp8"))
     assert "activations='fp8'" in reason(make_shape(), fp8)
