@@ -12,12 +12,14 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from moe_ep.comm import ptx
 from moe_ep.comm.device import arrive, int32_ptr
+from moe_ep.megakernel import schedule
 from moe_ep.megakernel.combine_sm90 import sum_slots
 from moe_ep.megakernel.dispatch import WARP_SIZE, Dispatch
 from moe_ep.megakernel.protocol import Phase
 from moe_ep.megakernel.rank_view import RankInputs, RankView, Threads
 
 VECTOR_BYTES = 16
+SLOTS_IN_FLIGHT = 16  # terms of a thread, 16 bytes each
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Combine:
                     view.address("drained"), layout.num_ranks, Phase.DRAINED
                 )
             else:
-                if threads.idx == 0:
+                if (threads.idx == 0) & (is_last == 0):
                     alive = view.watch.wait_reached(
                         finished, view.num_ctas, Phase.FINISHED, view.rank
                     )
@@ -68,20 +70,37 @@ class Combine:
         vectors_per_token = layout.hidden // 8
         num_tokens = (storage.token_base.data_ptr() + 1).load()  # own tokens are the first source
         num_tokens = num_tokens * storage.alive.data_ptr().load()
+        num_vectors = num_tokens * vectors_per_token
         first = view.cta * threads.num_threads + threads.idx
         stride = view.num_ctas * threads.num_threads
-        for vector in range(first, num_tokens * vectors_per_token, stride):
-            token = vector // vectors_per_token
-            column = Int64(vector % vectors_per_token) * VECTOR_BYTES
-            first_slot = token * layout.top_k
-            weights = cute.make_ptr(Float32, inputs.topk_weights, cute.AddressSpace.gmem)
-            terms = view.address("terms") + column
-            slot_terms, slot_weights, is_used = [], [], []
-            for k in cutlass.range_constexpr(layout.top_k):
-                slot = first_slot + k
-                slot_terms.append(ptx.ld_global_v4(terms + Int64(slot) * self.dispatch.row_bytes))
-                slot_weights.append((weights + slot).load())
-                expert = self.dispatch.load_id(inputs.topk_ids, slot)
-                is_used.append((expert >= 0) & (expert < self.dispatch.num_experts))
-            target = inputs.out + Int64(token) * self.dispatch.row_bytes + column
-            ptx.st_global(target, sum_slots(slot_terms, slot_weights, is_used))
+        num_in_flight = max(1, SLOTS_IN_FLIGHT // layout.top_k)
+        for base in range(first, num_vectors, stride * num_in_flight):
+            positions, loaded = [], []
+            for i in cutlass.range_constexpr(num_in_flight):
+                # Past the end the first vector is read again and not stored.
+                vector = base + i * stride
+                positions.append(vector)
+                vector = schedule.select(vector < num_vectors, vector, base)
+                loaded.append(self.load_terms(view, inputs, vector))
+            for i in cutlass.range_constexpr(num_in_flight):
+                if positions[i] < num_vectors:
+                    target = inputs.out + Int64(positions[i]) * VECTOR_BYTES
+                    ptx.st_global(target, sum_slots(*loaded[i]))
+
+    @cute.jit
+    def load_terms(self, view: RankView, inputs: RankInputs, vector: Int32):
+        """Eight columns of a token: terms, weights, and whether each slot has an expert."""
+        layout = self.dispatch.layout
+        vectors_per_token = layout.hidden // 8
+        token = vector // vectors_per_token
+        first_slot = token * layout.top_k
+        weights = cute.make_ptr(Float32, inputs.topk_weights, cute.AddressSpace.gmem)
+        terms = view.address("terms") + Int64(vector % vectors_per_token) * VECTOR_BYTES
+        slot_terms, slot_weights, is_used = [], [], []
+        for k in cutlass.range_constexpr(layout.top_k):
+            slot = first_slot + k
+            slot_terms.append(ptx.ld_global_v4(terms + Int64(slot) * self.dispatch.row_bytes))
+            slot_weights.append((weights + slot).load())
+            expert = self.dispatch.load_id(inputs.topk_ids, slot)
+            is_used.append((expert >= 0) & (expert < self.dispatch.num_experts))
+        return slot_terms, slot_weights, is_used

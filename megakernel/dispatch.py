@@ -3,10 +3,10 @@
     stage   own ids and x to where peers find them, then routed[rank], arrived[rank] at every peer
     wait    for all ranks' routing
     scan    all routes to this rank's experts: rows, first_row, first_tile, order in shared memory
-    bring   tokens into the pool, by whole rows: peer -> shared memory -> pool. Either
-            place   the own share of tokens into src_meta and pool_row, and
-            pull    pool rows in their order; or, where there is a CTA for each token,
-            bring_token: both at once, some slots of one token
+    bring   tokens into the pool, by whole rows. Either
+            bring_few   few tokens to a CTA: all threads copy them, source -> registers -> pool; or
+            bring_many  one warp: first `place`, the own share of tokens into src_meta and pool_row,
+                        then `pull`, pool rows in their order, source -> shared memory -> pool
 
 The pool holds the experts in the order of `schedule.expert_order` (most rows first), and in each
 its rows by (source position, token, slot): the rank's own tokens first. The place of a row is a
@@ -23,25 +23,31 @@ from moe_ep.comm import ptx
 from moe_ep.comm.device import arrive, count, int32_ptr, int64_ptr, signal_peers
 from moe_ep.comm.post_mortem import FIELDS
 from moe_ep.megakernel import protocol, schedule
-from moe_ep.megakernel.protocol import Phase
+from moe_ep.megakernel.protocol import WARP_SIZE, Phase
 from moe_ep.megakernel.rank_view import RankInputs, RankView, Threads
 from moe_ep.megakernel.workspace import Workspace
 
-WARP_SIZE = 32
 FULL_MASK = 0xFFFFFFFF
 NUM_LOADS_IN_FLIGHT = 8
 VECTOR_BYTES = 16
 NUM_ROW_BUFFERS = 2
+MOST_FEW_TOKENS = 4
+ROW_LOADS_IN_FLIGHT = 4  # of a thread
 NO_ROW = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The phases for one layout. `num_experts`: E over all ranks."""
+    """The phases for one layout.
+
+    num_experts  E over all ranks
+    most_few     tokens of a CTA that its threads bring at once
+    """
 
     layout: Workspace
     num_experts: int
     ids_are_int64: bool
+    most_few: int = MOST_FEW_TOKENS
 
     @property
     def row_bytes(self) -> int:
@@ -172,7 +178,7 @@ class Dispatch:
         if threads.idx < WARP_SIZE:
             self.load_token_counts(view, inputs, storage)
         threads.sync()
-        first, _, _ = self.share(view, storage)
+        first, _, _, _ = self.share(view, storage)
         # Some warps for each source, so that sources are not waited for one after the other.
         num_teams = min(ranks, threads.num_threads // WARP_SIZE)
         team_size = threads.num_threads // WARP_SIZE // num_teams * WARP_SIZE
@@ -224,7 +230,8 @@ class Dispatch:
 
     def share(self, view: RankView, storage):
         """Tokens, counted over all sources, that this CTA routes: first and one past the last.
-        Third, how many CTAs each of them has (`protocol.ctas_per_token`), 0 for less than one."""
+        Third, how many CTAs each of them has (`protocol.ctas_per_token`), 0 for less than one;
+        fourth, whether they are few (`protocol.are_few`)."""
         num_tokens = (storage.token_base.data_ptr() + self.layout.num_ranks).load()
         ctas = protocol.ctas_per_token(num_tokens, view.num_ctas, self.layout.top_k)
         first, end = protocol.share_bounds(num_tokens, view.num_ctas, view.cta)
@@ -232,7 +239,8 @@ class Dispatch:
         own = view.cta // protocol.at_least_one(ctas)
         first = schedule.select(has_some, own, first)
         end = schedule.select(has_some, own + 1, end)
-        return first, cutlass.min(end, num_tokens), ctas
+        are_few = protocol.are_few(num_tokens, view.num_ctas, self.layout.top_k, self.most_few)
+        return first, cutlass.min(end, num_tokens), ctas, are_few
 
     @cute.jit
     def count_source(
@@ -321,10 +329,13 @@ class Dispatch:
         top_k, capacity = self.layout.top_k, self.layout.max_tokens_per_rank
         tokens_per_batch = WARP_SIZE // top_k
         lane = cute.arch.lane_idx()
-        first, end, _ = self.share(view, storage)
+        first, end, _, _ = self.share(view, storage)
         pool_row, src_meta = view.address("pool_row"), view.address("src_meta")
         for base in range(first, end, tokens_per_batch):
-            source, token, expert, row = self.place_batch(view, inputs, storage, base, end)
+            source, token, expert, row, same_expert = self.find_batch(
+                view, inputs, storage, base, end
+            )
+            self.move_on(storage, expert, row, same_expert)
             first_row_of_token = row
             if expert < 0:
                 first_row_of_token = Int32(NO_ROW)
@@ -347,9 +358,9 @@ class Dispatch:
                 cute.arch.store(entry, meta, sem="release", scope="gpu")
 
     @cute.jit
-    def place_batch(self, view, inputs, storage, base: Int32, end: Int32):
+    def find_batch(self, view, inputs, storage, base: Int32, end: Int32):
         """One warp, a lane for each slot of as many tokens as it holds from `base` on: source rank,
-        its token, local expert and pool row, both -1 without one. Moves `next_row` on."""
+        its token, local expert and pool row, both -1 without one, and the lanes of that expert."""
         top_k = self.layout.top_k
         lane = cute.arch.lane_idx()
         token = base + lane // top_k
@@ -365,16 +376,20 @@ class Dispatch:
         else:
             expert = Int32(-1)
         same_expert = cute.arch.match_sync(FULL_MASK, expert)
-        num_below = Int32(cute.arch.popc(same_expert & cute.arch.lanemask_lt()))
         row = Int32(-1)
         if expert >= 0:
+            num_below = Int32(cute.arch.popc(same_expert & cute.arch.lanemask_lt()))
             row = (storage.next_row.data_ptr() + expert).load() + num_below
+        return source, token, expert, row, same_expert
+
+    @cute.jit
+    def move_on(self, storage, expert: Int32, row: Int32, same_expert):
+        """The warp of `find_batch`: the next batch's rows lie behind."""
         cute.arch.sync_warp()
-        if (expert >= 0) & (num_below == 0):
+        if (expert >= 0) & ((same_expert & cute.arch.lanemask_lt()) == 0):
             next_row = row + Int32(cute.arch.popc(same_expert))
             (storage.next_row.data_ptr() + expert).store(next_row)
         cute.arch.sync_warp()
-        return source, token, expert, row
 
     @cute.jit
     def find_source(self, view: RankView, storage, token: Int32):
@@ -389,55 +404,84 @@ class Dispatch:
     # ---- D
 
     @cute.jit
-    def bring(self, view: RankView, inputs: RankInputs, storage, buffers: Int32):
-        """One warp, after `scan`: this CTA's part in filling the pool.
+    def bring_few(self, view: RankView, inputs: RankInputs, storage, threads: Threads):
+        """All threads, after `scan`: this CTA's tokens into the pool, where they are few.
+
+        By loads and stores: bulk copies of a CTA queue up behind those of its weights.
+        """
+        layout, top_k = self.layout, self.layout.top_k
+        first, end, ctas_per_token, are_few = self.share(view, storage)
+        if are_few & (first < end):
+            lane, warp = cute.arch.lane_idx(), threads.idx // WARP_SIZE
+            num_parts = protocol.at_least_one(ctas_per_token)
+            num_tokens = end - first
+            warps_per_token = threads.num_threads // WARP_SIZE // num_tokens
+            mine = warp // warps_per_token  # of the share; left-over warps have none
+            team = Threads(
+                threads.idx - mine * warps_per_token * WARP_SIZE, warps_per_token * WARP_SIZE, 0
+            )
+            source, token, expert, row, _ = self.find_batch(view, inputs, storage, first, end)
+            if (lane // top_k != mine) | (lane % num_parts != view.cta % num_parts):
+                row = Int32(-1)
+            alive, tile = Int32(1), Int32(0)
+            if cute.arch.vote_any_sync(row >= 0):
+                source = cute.arch.shuffle_sync(source, mine * top_k)
+                token = cute.arch.shuffle_sync(token, mine * top_k)
+                if const_expr(layout.num_ranks > 1):
+                    if source != view.rank:
+                        arrived = view.address("arrived") + Int64(source) * 4
+                        alive = view.watch.wait_reached(
+                            arrived, view.step, Phase.ARRIVED, source, scope="sys"
+                        )
+                alive = Int32(cute.arch.vote_all_sync(alive == 1))
+                if alive == 1:
+                    address = self.token_address(view, inputs, source, token)
+                    self.copy_row(view, address, row, mine * top_k, team)
+                if row >= 0:
+                    tile, _ = self.tile_of(storage, expert, row)
+                    if team.idx < WARP_SIZE:
+                        index = protocol.slot_index(
+                            source, token, lane % top_k, layout.max_tokens_per_rank, top_k
+                        )
+                        entry = int64_ptr(view.address("src_meta")) + row
+                        meta = Int64(view.step) << 32 | Int64(index)
+                        cute.arch.store(entry, meta, sem="relaxed", scope="gpu")
+            # FC1 reads the pool by tensor copies, another proxy than the stores.
+            cute.arch.fence_proxy("async.global")
+            threads.sync()
+            if (row >= 0) & (team.idx < WARP_SIZE):
+                count(view.counter(layout.counters.tokens_arrived + tile), 1)
+
+    @cute.jit
+    def copy_row(self, view: RankView, source: Int64, row: Int32, first_lane: Int32, team: Threads):
+        """Some warps: one token's row to the pool rows of the lanes from `first_lane` on."""
+        num_vectors = self.row_bytes // VECTOR_BYTES
+        for base in range(team.idx, num_vectors, team.num_threads * ROW_LOADS_IN_FLIGHT):
+            vectors = []
+            for i in cutlass.range_constexpr(ROW_LOADS_IN_FLIGHT):
+                # Past the end the first vector is read again and not stored.
+                position = base + i * team.num_threads
+                position = schedule.select(position < num_vectors, position, base)
+                vectors.append(ptx.ld_global_v4(source + Int64(position) * VECTOR_BYTES))
+            for slot in cutlass.range(self.layout.top_k, unroll=1):
+                target_row = cute.arch.shuffle_sync(row, first_lane + slot)
+                if target_row >= 0:
+                    target = view.address("pool") + Int64(target_row) * self.row_bytes
+                    for i in cutlass.range_constexpr(ROW_LOADS_IN_FLIGHT):
+                        position = base + i * team.num_threads
+                        if position < num_vectors:
+                            ptx.st_global(target + Int64(position) * VECTOR_BYTES, vectors[i])
+
+    @cute.jit
+    def bring_many(self, view: RankView, inputs: RankInputs, storage, buffers: Int32):
+        """One warp, after `scan`: this CTA's part in filling the pool, where tokens are many.
 
         buffers   shared memory address of NUM_ROW_BUFFERS rows, aligned to 16 bytes
         """
-        first, end, ctas_per_token = self.share(view, storage)
-        if ctas_per_token == 0:
+        _, _, _, are_few = self.share(view, storage)
+        if are_few == 0:
             self.place(view, inputs, storage)
             self.pull(view, inputs, storage, buffers, view.cta, view.num_ctas)
-        elif first < end:
-            part = view.cta % protocol.at_least_one(ctas_per_token)
-            self.bring_token(view, inputs, storage, buffers, first, part, ctas_per_token)
-
-    @cute.jit
-    def bring_token(
-        self, view, inputs, storage, buffers: Int32, first: Int32, part: Int32, num_parts: Int32
-    ):
-        """One warp: every `num_parts`-th slot of one token, from its source into the pool."""
-        layout = self.layout
-        lane = cute.arch.lane_idx()
-        source, token, expert, row = self.place_batch(view, inputs, storage, first, first + 1)
-        if lane % num_parts != part:
-            row = Int32(-1)
-        if cute.arch.vote_any_sync(row >= 0):
-            alive = Int32(1)
-            if const_expr(layout.num_ranks > 1):
-                if source != view.rank:
-                    arrived = view.address("arrived") + Int64(source) * 4
-                    alive = view.watch.wait_reached(
-                        arrived, view.step, Phase.ARRIVED, source, scope="sys"
-                    )
-            alive = Int32(cute.arch.vote_all_sync(alive == 1))
-            if alive == 1:
-                # Sources were written by the generic proxy and are read by bulk copies.
-                cute.arch.fence_proxy("async.global")
-                address = self.token_address(view, inputs, source, token)
-                self.load_row(storage, buffers, address, 0, lane)
-            tile = Int32(0)
-            if row >= 0:
-                tile, _ = self.tile_of(storage, expert, row)
-                index = protocol.slot_index(
-                    source, token, lane, layout.max_tokens_per_rank, layout.top_k
-                )
-                entry = int64_ptr(view.address("src_meta")) + row
-                meta = Int64(view.step) << 32 | Int64(index)
-                cute.arch.store(entry, meta, sem="relaxed", scope="gpu")
-            if alive == 1:
-                self.store_row(view, storage, buffers, row, 0)
-            self.publish(view, row, tile)
 
     @cute.jit
     def token_address(self, view: RankView, inputs: RankInputs, source: Int32, token: Int32):

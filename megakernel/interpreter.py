@@ -25,7 +25,7 @@ ROLES = ("dispatch", "gemm")
 @dataclass(frozen=True, kw_only=True)
 class Setup:
     """Geometry of a run. `fc1_slices`, `fc2_slices`: row slices of the two GEMMs of an expert,
-    `slices_per_item` of which make an item."""
+    `slices_per_item` of which make an item. `most_few`: tokens that a CTA brings at once."""
 
     workspace: Workspace
     num_experts: int
@@ -33,6 +33,7 @@ class Setup:
     fc1_slices: int = 2
     fc2_slices: int = 2
     slices_per_item: int = 1
+    most_few: int = 1
 
     def grid(self, num_slices: int) -> schedule.GemmGrid:
         return schedule.GemmGrid(
@@ -216,13 +217,16 @@ class Run:
         tokens = [] if failed else [(r, t) for r in order for t in range(len(routing[r]))]
         top_k = self.setup.workspace.top_k
         ctas_per_token = protocol.ctas_per_token(len(tokens), self.setup.num_ctas, top_k)
+        first, end = protocol.share_bounds(len(tokens), self.setup.num_ctas, cta)
         if ctas_per_token:
             if cta // ctas_per_token < len(tokens):
                 slots = range(cta % ctas_per_token, top_k, ctas_per_token)
                 token = tokens[cta // ctas_per_token]
                 yield from self._bring_token(rank, step, plan, *token, slots)
+        elif protocol.are_few(len(tokens), self.setup.num_ctas, top_k, self.setup.most_few):
+            for token in tokens[first:end]:
+                yield from self._bring_token(rank, step, plan, *token, range(top_k))
         else:
-            first, end = protocol.share_bounds(len(tokens), self.setup.num_ctas, cta)
             yield from self._place(rank, step, plan, tokens[first:end])
             yield from self._pull(rank, cta, step, plan)
 
@@ -293,7 +297,9 @@ class Run:
         if rows:
             if source != rank:
                 yield _wait_flag(rank, "arrived", source, step, Phase.ARRIVED)
-            yield from self._copy_token(rank, step, plan, source, token, [row for row, _ in rows])
+            yield from self._copy_token(
+                rank, step, plan, source, token, [row for row, _ in rows], is_bulk=False
+            )
 
     def _pull(self, rank: int, cta: int, step: int, plan: Plan) -> Program:
         for peer in range(self.num_ranks if self.num_ranks > 1 else 0):
@@ -314,18 +320,27 @@ class Run:
             if source != rank:
                 rows = [r for r in (yield Op("read", (rank, "pool_row", source, token))) if r >= 0]
                 self.moved["token", rank, step, source, token] += 1
-            yield from self._copy_token(rank, step, plan, source, token, rows)
+            yield from self._copy_token(rank, step, plan, source, token, rows, is_bulk=True)
 
     def _copy_token(
-        self, rank: int, step: int, plan: Plan, source: int, token: int, rows: Sequence[int]
+        self,
+        rank: int,
+        step: int,
+        plan: Plan,
+        source: int,
+        token: int,
+        rows: Sequence[int],
+        *,
+        is_bulk: bool,
     ) -> Program:
         value = (step, rank, token)
         if source != rank:
             value = yield Op("read", (source, "x_stage", token))
         for row in rows:
             self.moved["row", rank, step, row] += 1
-            yield Op("bulk_write", (rank, "pool", row), value)
-        yield Op("bulk_wait", (rank, "pool"))
+            yield Op("bulk_write" if is_bulk else "write", (rank, "pool", row), value)
+        if is_bulk:
+            yield Op("bulk_wait", (rank, "pool"))
         for row in rows:
             tile = plan.tile_of(row, self.setup.workspace.max_tile_width)
             yield self._count(rank, step, self.counters.tokens_arrived + tile, 1)

@@ -32,6 +32,8 @@ from moe_ep.megakernel.schedule import TOKEN_STEP
 # Columns of one token box: 128 bytes, the width of the swizzle.
 BOX_COLS = 64
 BOX_ROWS = 32
+# Widest token tile whose two slices leave registers for a whole slab's operand.
+HALF_WAIT_WIDTH = 32
 BOX_STEP_BYTES = TOKEN_STEP * TILE_COLS * 2  # both halves of K, 8 rows
 
 
@@ -122,15 +124,20 @@ class MainloopSm90:
         num_slabs: cutlass.Constexpr,
         stage: Int32,
         phase: Int32,
+        first_slab: Int32 = 0,
+        end_slab: Int32 | None = None,
     ):
-        """Weight warp: stream one item's slabs. `matrix` is the expert's prepared matrix."""
+        """Weight warp: stream one item's slabs, all or some. `matrix` is the expert's prepared
+        matrix."""
         source = self.slice_address(matrix, first_slice, num_slabs)
         second = source
         if const_expr(self.slices_per_item == 2):
             second = self.slice_address(matrix, first_slice + 1, num_slabs)
+        source += Int64(first_slab) * (BLOCK_TILES * self.fmt.tile_bytes)
+        second += Int64(first_slab) * (BLOCK_TILES * self.fmt.tile_bytes)
         num_bytes = num_slices * self.slice_bytes
         ring = ring_words.toint()
-        slabs = Int32(num_slabs)
+        slabs = Int32(num_slabs if const_expr(end_slab is None) else end_slab) - first_slab
         if num_slices == 0:
             slabs = Int32(0)
         for _ in cutlass.range(slabs, unroll=1):
@@ -293,10 +300,17 @@ class MainloopSm90:
                     mma, target, a_operand[None, None, k], b_operand[None, None, k, stage], target
                 )
             warpgroup.commit_group()
+            if half == 0 and self.waits_each_half(width):
+                warpgroup.wait_group(0)
         # Open groups over the loop's back edge would make ptxas serialise every WGMMA (C7513).
         warpgroup.wait_group(0)
         if partial is not None:
             self.add_scaled(accumulator, partial, tile, width)
+
+    def waits_each_half(self, width: int) -> bool:
+        """Whether registers of four math warpgroups hold two wide accumulators only if the halves
+        of K take turns in the operand's registers."""
+        return self.num_warpgroups == 4 and self.slices_per_item == 2 and width > HALF_WAIT_WIDTH
 
     def add_scaled(self, accumulator, partial, tile, width: int) -> None:
         """accumulator += tile scale * partial, rows g and g + 8 each with theirs."""

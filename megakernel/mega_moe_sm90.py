@@ -15,7 +15,8 @@ tokens    1           producer   record full, tokens_arrived or     ring full, r
 dispatch  2           producer   arrived (peers), src_meta,         src_meta, tokens_arrived,
                                  bulk copies                        lent stages empty, NAME_BROUGHT
 -         3           producer
-math      4 a group   math       ring full, record full;            ring empty, record empty,
+math      4 a group   math       of few tokens: arrived (peers);    tokens_arrived, src_meta;
+                                 ring full, record full;            ring empty, record empty,
                                  at the end finished, drained       fc1_done; finished, drained
 
 All warps stage, wait and scan before they part: every CTA then knows rows, place and tiles of each
@@ -72,6 +73,7 @@ NAME_MATH, NAME_BROUGHT = 1, 2
 # Words of an item record. GEMM: 0 = FC1, 1 = FC2.
 GEMM, FIRST_SLICE, NUM_SLICES, FIRST_ROW, NUM_ROWS, TILE = range(EXPERT + 1, EXPERT + 7)
 CACHE_LINE = 128  # bytes
+SLABS_AHEAD = 3  # of an item's end, when the next one is taken: about 3 us
 RECORD_BYTES = 64  # of a post-mortem record
 
 
@@ -314,15 +316,16 @@ class MegaMoESm90:
             else:
                 cute.arch.setmaxregister_increase(self.knobs.math_registers)
                 decoder = make_decoder(self.spec.weights_format, zero)
+                threads = Threads(
+                    thread_idx - THREADS_PER_WARPGROUP, self.num_math_threads, NAME_MATH
+                )
+                self.dispatch.bring_few(view, inputs, shared.dispatch, threads)
                 self.math_role(
                     *(view, shared, bars, decoder, mmas, factors),
                     *(warpgroup_idx - 1, thread_idx % THREADS_PER_WARPGROUP),
                 )
                 cute.arch.barrier(
                     barrier_id=NAME_BROUGHT, number_of_threads=self.num_math_threads + WARP_SIZE
-                )
-                threads = Threads(
-                    thread_idx - THREADS_PER_WARPGROUP, self.num_math_threads, NAME_MATH
                 )
                 view.mark(Moment.WORKED, threads)
                 self.combine.drain(view, shared.dispatch, threads)
@@ -355,9 +358,12 @@ class MegaMoESm90:
         threads = Threads(thread_idx, self.knobs.num_threads, 0)
         view.mark(Moment.STARTED, threads)
         # Nothing but these cold reads delays the weights, so they start together.
-        id_bytes = inputs.num_tokens * self.layout.top_k * (8 if self.spec.ids_are_int64 else 4)
-        if thread_idx * CACHE_LINE < id_bytes:
-            prefetch_l2(inputs.topk_ids + Int64(thread_idx) * CACHE_LINE)
+        num_slots = inputs.num_tokens * self.layout.top_k
+        prefetch(inputs.topk_ids, num_slots * (8 if self.spec.ids_are_int64 else 4), thread_idx)
+        # Needed later, but not behind all those weights.
+        line = view.cta * self.knobs.num_threads + thread_idx
+        prefetch(inputs.topk_weights, num_slots * 4, line)
+        prefetch(inputs.x, inputs.num_tokens * self.dispatch.row_bytes, line)
         if thread_idx == 0:
             self.dispatch.init(storage)
         load_peers(view.peers, heaps, self.layout.num_ranks, threads)
@@ -404,20 +410,26 @@ class MegaMoESm90:
             expert, _, first_slice, num_slices, _, _, _ = found
             self.items.publish(shared, record, record_phase, found)
             record, record_phase = self.items.advance(record, record_phase)
-            # The next position is on its way while this item streams.
-            position = Int32(0)
-            if lane == 0:
-                position = view.num_ctas + cute.arch.atomic_add(
-                    next_item, Int32(1), sem="relaxed", scope="gpu"
-                )
             matrix = weights[0] + Int64(expert) * self.fc1.expert_bytes
             slabs = Int32(self.fc1_slabs)
             if gemm == 1:
                 matrix = weights[1] + Int64(expert) * self.fc2.expert_bytes
                 slabs = Int32(self.fc2_slabs)
+            most = cutlass.max(slabs - SLABS_AHEAD, Int32(0))
             stage, phase = self.mainloop.load_weights(
                 bars, shared.weights.data_ptr(), matrix, first_slice, num_slices, slabs, stage,
-                phase,
+                phase, 0, most,
+            )  # fmt: skip
+            # The next position is on its way while the rest streams, and not earlier: it goes to
+            # the CTA that needs it first.
+            position = Int32(0)
+            if lane == 0:
+                position = view.num_ctas + cute.arch.atomic_add(
+                    next_item, Int32(1), sem="relaxed", scope="gpu"
+                )
+            stage, phase = self.mainloop.load_weights(
+                bars, shared.weights.data_ptr(), matrix, first_slice, num_slices, slabs, stage,
+                phase, most, slabs,
             )  # fmt: skip
             position = cute.arch.shuffle_sync(position, 0)
         self.items.publish(shared, record, record_phase, (Int32(END),))
@@ -506,7 +518,7 @@ class MegaMoESm90:
     @cute.jit
     def dispatch_role(self, view, inputs, shared, bars):
         """Dispatch warp: this CTA's part in filling the pool; then gives lent stages back."""
-        self.dispatch.bring(view, inputs, shared.dispatch, self.row_buffers(shared))
+        self.dispatch.bring_many(view, inputs, shared.dispatch, self.row_buffers(shared))
         view.mark(Moment.BROUGHT, one_warp())
         if cute.arch.lane_idx() < self.num_math_warps:
             for i in cutlass.range_constexpr(self.spec.num_lent_stages):
@@ -651,6 +663,13 @@ class MegaMoESm90:
                     accumulators[slice_idx], width, tile, tid // WARP_SIZE, tid % WARP_SIZE, scales,
                     bias, item[NUM_ROWS], addresses,
                 )  # fmt: skip
+
+
+@cute.jit
+def prefetch(address: Int64, num_bytes: Int32, line: Int32):
+    """One line of an array into L2, if it has so many."""
+    if line * CACHE_LINE < num_bytes:
+        prefetch_l2(address + Int64(line) * CACHE_LINE)
 
 
 def one_warp() -> Threads:

@@ -18,8 +18,9 @@ that the protocol that is checked is the protocol that runs. One step (a launch)
                drained[r] >= step for all r                                  second barrier of ranks
     G reduce   own tokens, in slot order
 
-Where tokens are no more than CTAs, each CTA keeps to one token instead (`ctas_per_token`): it
-places its slots and pulls them at once, without a signal in between.
+Where tokens are few (`are_few`) each CTA keeps to its own share instead: it places their slots and
+brings their rows at once, without a signal in between. Where they are no more than the CTAs, some
+CTAs share a token (`ctas_per_token`).
 
 Two barriers are enough. x_stage, ids and num_tokens of step n + 1 are written after the writer's
 step n ended, so after every peer drained step n. Terms of n + 1 are written after their owner's
@@ -30,6 +31,8 @@ the caller has them, and F is the count alone.
 from enum import IntEnum
 
 from moe_ep.megakernel.schedule import ceil_div, select
+
+WARP_SIZE = 32
 
 
 class Phase(IntEnum):
@@ -98,6 +101,13 @@ def ctas_per_token(num_tokens, num_ctas, top_k):
     """
     num_ctas = num_ctas // at_least_one(num_tokens)
     return select(num_ctas < top_k, num_ctas, top_k)
+
+
+def are_few(num_tokens, num_ctas, top_k, most):
+    """Whether the threads of a CTA bring its tokens (counted over all ranks) at once: at most
+    `most`, and a lane of a warp for each of their slots."""
+    share = ceil_div(num_tokens, num_ctas)
+    return (share <= most) & (share * top_k <= WARP_SIZE)
 
 
 def at_least_one(number):

@@ -205,9 +205,10 @@ class TransportSm90:
         self.dispatch.scan(view, inputs, storage, threads)
         view.mark(Moment.SCANNED, threads)
 
+        self.dispatch.bring_few(view, inputs, storage, threads)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
-            self.dispatch.bring(view, inputs, storage, buffers)
+            self.dispatch.bring_many(view, inputs, storage, buffers)
             view.mark(Moment.BROUGHT, threads)
         else:
             if const_expr(self.spec.combines):

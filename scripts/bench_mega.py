@@ -168,7 +168,9 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--max-sms", type=int)
     parser.add_argument(
-        "--knobs", action="append", help='changes as JSON, e.g. {"stages": 4}; several: each'
+        "--knobs",
+        action="append",
+        help='changes as JSON, e.g. {"stages": 4}; several: each; "tokens": for these counts only',
     )
     parser.add_argument("--stamps", action="store_true", help="take time stamps in the kernel")
     parser.add_argument("--repeats", type=int, default=20)
@@ -178,9 +180,13 @@ def main() -> None:
     args.flush = torch.randn(FLUSH_BYTES // 4, device="cuda")
     device, rate = torch.cuda.get_device_name(), read_rate(args.flush)
     print(f"{device}, torch.sum reads {rate:.3f} TB/s, commit {args.commit[:8]}")
-    changes = [json.loads(text) for text in args.knobs or ["{}"]]
-    cases = [(int(n), False, c) for n in args.tokens.split(",") if n for c in changes]
-    cases += [(int(n), True, c) for n in args.skew.split(",") if n for c in changes]
+    cases = [
+        (int(n), is_skewed, {name: value for name, value in c.items() if name != "tokens"})
+        for is_skewed, counts in enumerate((args.tokens, args.skew))
+        for n in counts.split(",")
+        for c in map(json.loads, args.knobs or ["{}"])
+        if n and int(n) in c.get("tokens", [int(n)])
+    ]
     results = []
     for geometry in args.shape.split(","):
         for name in args.format.split(","):

@@ -50,7 +50,10 @@ def random_routing(rng: random.Random, setup: Setup) -> Routing:
 def test_random_routings_and_interleavings_keep_every_promise(num_ranks, num_ctas):
     for seed in range(NUM_SEEDS):
         rng = random.Random(seed)
-        setup = make_setup(num_ranks, num_ctas, rng.randint(num_ranks, 5), 2, rng.randint(1, 2))
+        setup = make_setup(
+            *(num_ranks, num_ctas, rng.randint(num_ranks, 5), 2, rng.randint(1, 2)),
+            most_few=rng.randint(1, 2),
+        )
         run(setup, [random_routing(rng, setup) for _ in range(3)], seed)
 
 
@@ -162,20 +165,24 @@ def test_every_fault_is_caught_within_a_few_interleavings(fault):
             run(FAULT_SETUP, [FAULT_ROUTING] * 4, seed, fault)
 
 
-# As many CTAs as tokens: no signal between placing a row and pulling it.
-@pytest.mark.parametrize(
-    "name",
-    [
+# Few tokens: no signal between placing a row and writing it, and no bulk copies.
+FAULTS_OF_FEW = {
+    name: FAULTS[name]
+    for name in (
         *("routed_not_awaited", "arrived_not_awaited", "arrived_before_its_data"),
-        *("tokens_before_their_data", "copy_not_made", "copy_not_awaited", "lost_count_of_tokens"),
-    ],
-)
-def test_faults_of_tokens_with_a_cta_each_are_caught(name):
-    setup = make_setup(num_ranks=2, num_ctas=4, num_experts=2, capacity=2, top_k=1)
+        *("tokens_before_their_data", "lost_count_of_tokens"),
+    )
+} | {"row_not_written": Fault("drop", "pool", "write")}
+
+
+@pytest.mark.parametrize("num_ctas, most_few", [(4, 1), (2, 2)], ids=["a-cta-each", "two-a-cta"])
+@pytest.mark.parametrize("fault", FAULTS_OF_FEW.values(), ids=FAULTS_OF_FEW)
+def test_faults_of_few_tokens_are_caught(fault, num_ctas, most_few):
+    setup = make_setup(2, num_ctas, num_experts=2, capacity=2, top_k=1, most_few=most_few)
     run(setup, [FAULT_ROUTING] * 4, 0)
     with pytest.raises(ProtocolError):
         for seed in range(40):
-            run(setup, [FAULT_ROUTING] * 4, seed, FAULTS[name])
+            run(setup, [FAULT_ROUTING] * 4, seed, fault)
 
 
 def test_the_run_that_the_faults_disturb_is_right_without_them():
