@@ -13,43 +13,78 @@ import torch
 
 LEAST_NCCL = (2, 30, 4)
 MAX_RANKS = 64
-MAX_LOCAL_EXPERTS = 1024
+MAX_LOCAL_EXPERTS = {"rank_major": 1024, "flat": 1024, "expert_major": 256}
 MAX_HIDDEN = 16384
 HIDDEN_MULTIPLE = {"ll": 256, "ht": 8}  # elements of BF16
-MAX_TOP_K = {"ll": 31, "ht": 32}  # a warp for each slot; "ll" keeps one of 32 to count
+MAX_TOP_K = 32  # of "ht": a warp reads a token's slots
 HT_EXPERTS_MULTIPLE = 4
+HT_MAX_TOKENS_PER_RANK = 8192
+# "ll": each SM serves as many experts as it has warp groups; the groups share 32 warps, of which
+# one counts and one for each slot sends.
+LL_MAX_EXPERTS_PER_SM = 14
+WARPS = 32
+NUM_SMS = 132  # of an H100 or H200 SXM; asked of the GPU where there is one
 
 
 def layer_misfit(
-    mode: str, *, hidden: int, top_k: int, num_experts: int, num_ranks: int
+    mode: str,
+    layout: str,
+    *,
+    hidden: int,
+    top_k: int,
+    num_experts: int,
+    num_ranks: int,
+    num_sms: int = NUM_SMS,
 ) -> str | None:
-    """Why NCCL-EP cannot carry such a layer, naming value and limit; None where it can.
+    """Why NCCL-EP cannot carry such a layer, naming every value and limit; None where it can.
 
-    mode   "ll" (low latency) or "ht" (high throughput)
+    mode, layout   "ll" (low latency), rank- or expert-major; "ht" (high throughput), flat or
+                   expert-major
+    top_k          experts of a row that is sent: 1 with exact_combine
     """
-    multiple = HIDDEN_MULTIPLE[mode]
+    found = []
     if num_ranks > MAX_RANKS:
-        return f"NCCL-EP joins at most {MAX_RANKS} ranks, got {num_ranks}"
+        found.append(f"at most {MAX_RANKS} ranks, got {num_ranks}")
+    multiple = HIDDEN_MULTIPLE[mode]
     if hidden % multiple or hidden > MAX_HIDDEN:
-        return (
-            f"NCCL-EP mode {mode!r} takes a hidden that is a multiple of {multiple} and at most "
-            f"{MAX_HIDDEN}, got {hidden}"
+        found.append(
+            f"a hidden that is a multiple of {multiple} and at most {MAX_HIDDEN}, got {hidden}"
         )
-    if top_k > MAX_TOP_K[mode]:
-        return f"NCCL-EP mode {mode!r} takes a top_k of at most {MAX_TOP_K[mode]}, got {top_k}"
-    if num_experts % num_ranks:
-        return f"NCCL-EP needs equally many experts on {num_ranks} ranks, got {num_experts}"
-    if num_experts // num_ranks > MAX_LOCAL_EXPERTS:
-        return (
-            f"NCCL-EP takes at most {MAX_LOCAL_EXPERTS} experts a rank, got "
-            f"{num_experts // num_ranks}"
-        )
+    most_top_k = MAX_TOP_K if mode == "ht" else ll_max_top_k(num_experts, num_sms)
+    if top_k > most_top_k > 0:
+        found.append(f"a top_k of at most {most_top_k}, got {top_k}")
+    if mode == "ll" and most_top_k == 0:
+        most = LL_MAX_EXPERTS_PER_SM * num_sms
+        found.append(f"at most {most} experts on GPUs of {num_sms} SMs, got {num_experts}")
     if mode == "ht" and num_experts % HT_EXPERTS_MULTIPLE:
-        return (
-            f"NCCL-EP mode 'ht' needs a multiple of {HT_EXPERTS_MULTIPLE} experts, got "
-            f"{num_experts}"
-        )
-    return None
+        found.append(f"a multiple of {HT_EXPERTS_MULTIPLE} experts, got {num_experts}")
+    if num_experts % num_ranks:
+        found.append(f"equally many experts on {num_ranks} ranks, got {num_experts}")
+    else:
+        found += _local_experts_misfit(mode, layout, num_experts // num_ranks)
+    return _sentence(mode, layout, found)
+
+
+def capacity_misfit(mode: str, layout: str, *, max_tokens_per_rank: int, top_k: int) -> str | None:
+    """Why NCCL-EP cannot carry so many tokens of a rank, or None.
+
+    top_k   slots of a token, each of them a row with exact_combine; else 1
+    """
+    rows = max_tokens_per_rank * top_k
+    if mode == "ll" or rows <= HT_MAX_TOKENS_PER_RANK:
+        return None
+    got = f"{max_tokens_per_rank} tokens"
+    if top_k > 1:
+        got += f" of {top_k} slots, each a row with exact_combine"
+    return _sentence(mode, layout, [f"at most {HT_MAX_TOKENS_PER_RANK} rows of a rank, got {got}"])
+
+
+def ll_max_top_k(num_experts: int, num_sms: int) -> int:
+    """Most slots of a token in mode "ll"; 0 for more experts than it serves."""
+    experts_per_sm = -(-num_experts // num_sms)
+    if experts_per_sm > LL_MAX_EXPERTS_PER_SM:
+        return 0
+    return experts_per_sm * (WARPS // experts_per_sm) - 1
 
 
 def library_misfit() -> str | None:
@@ -70,6 +105,20 @@ def library_misfit() -> str | None:
             "or name it in NCCL_EP_JIT_NVCC"
         )
     return None
+
+
+def _local_experts_misfit(mode: str, layout: str, num_local_experts: int) -> list[str]:
+    most = MAX_LOCAL_EXPERTS[layout]
+    if num_local_experts > most:
+        return [f"at most {most} experts of a rank, got {num_local_experts}"]
+    is_power_of_two = num_local_experts & (num_local_experts - 1) == 0
+    if mode == "ht" and layout == "expert_major" and not is_power_of_two:
+        return [f"a power of two experts on each rank, got {num_local_experts}"]
+    return []
+
+
+def _sentence(mode: str, layout: str, found: list[str]) -> str | None:
+    return f"NCCL-EP {mode} {layout} takes {'; '.join(found)}" if found else None
 
 
 def _dotted(numbers: tuple[int, ...]) -> str:

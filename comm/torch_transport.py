@@ -119,13 +119,19 @@ class TorchTransport:
             x_NH=x_NH, topk_ids_NK=topk_ids_NK, topk_weights_NK=topk_weights_NK, route=route
         )
 
-    def agree_on_call(self, outgoing: Outgoing | None, refusal: str | None = None) -> None:
+    @property
+    def step(self) -> int:
+        """Of the call that is under way, or of the last one."""
+        return self._step
+
+    def agree_on_call(self, bound: int | None, refusal: str | None = None) -> None:
         """The part of `dispatch` before any token moves, for a transport that moves them itself:
-        every rank is in this call, none refuses it and the bounds are equal, or all raise."""
+        every rank is in this call, none refuses it (bound None) and the bounds are equal, or all
+        raise."""
         self._step += 1
         none_yet = [0] * self._group.num_ranks
-        status, bound = (_REFUSED, 0) if outgoing is None else (_OK, outgoing.bound)
-        self._exchange_headers(status, bound, none_yet, none_yet, refusal)
+        status = _REFUSED if bound is None else _OK
+        self._exchange_headers(status, bound or 0, none_yet, none_yet, refusal)
 
     def combine(self, rows: torch.Tensor, received: Received) -> torch.Tensor:
         route = received.route

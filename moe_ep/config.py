@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from moe_ep.comm.errors import MoEEpConfigError
 
 ACTIVATIONS = ("bf16", "fp8", "nvfp4")
-NCCL_EP_MODES = ("ll", "ht")
+# Layouts of each mode of NCCL-EP, its default first.
+NCCL_EP_LAYOUTS = {"ll": ("rank_major", "expert_major"), "ht": ("flat", "expert_major")}
 
 
 def _check_activations(activations: str) -> None:
@@ -62,23 +63,35 @@ class MegaConfig:
 class NcclEpConfig:
     """NCCL-EP transport. `mode`: "ll" (low latency) or "ht" (high throughput).
 
-    `exact_combine=True` sends each (token, slot) as a top-1 row, so that the sum over the slots is
-    made at the token's owner in slot order.
+    layout          how rows lie where they arrive: "rank_major" or "expert_major" (ll), "flat" or
+                    "expert_major" (ht); None: the first, which moves a token once to each rank
+    exact_combine   sends each (token, slot) as a top-1 row, so that the sum over the slots is made
+                    at the token's owner in slot order
     """
 
     mode: str = "ll"
+    layout: str | None = None
     exact_combine: bool = False
 
     def __post_init__(self) -> None:
-        if self.mode not in NCCL_EP_MODES:
+        if self.mode not in NCCL_EP_LAYOUTS:
             raise MoEEpConfigError(
-                f"NcclEpConfig mode {self.mode!r} is not known; allowed: {', '.join(NCCL_EP_MODES)}"
+                f"NcclEpConfig mode {self.mode!r} is not known; allowed: "
+                f"{', '.join(NCCL_EP_LAYOUTS)}"
+            )
+        allowed = NCCL_EP_LAYOUTS[self.mode]
+        if self.layout is None:
+            object.__setattr__(self, "layout", allowed[0])
+        elif self.layout not in allowed:
+            raise MoEEpConfigError(
+                f"NcclEpConfig layout {self.layout!r} is not one of mode {self.mode!r}; allowed: "
+                f"{', '.join(allowed)}"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchCommConfig:
-    """torch.distributed transport: exact counts, `all_to_all_single` over gloo or NCCL."""
+    """torch.distributed transport: exact counts, one uneven all-to-all over gloo or NCCL."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,30 +13,74 @@ LAYER = dict(hidden=7168, top_k=8, num_experts=256, num_ranks=8)
 
 
 @pytest.mark.parametrize(
-    ("mode", "fits", "exceeds", "message"),
+    ("kind", "fits", "exceeds", "message"),
     [
-        ("ll", dict(num_ranks=64), dict(num_ranks=65), "at most 64 ranks, got 65"),
+        ("ll rank_major", dict(num_ranks=64), dict(num_ranks=65), "at most 64 ranks, got 65"),
         (
-            "ll",
+            "ll rank_major",
             dict(hidden=2816),
             dict(hidden=2880),
-            "multiple of 256 and at most 16384, got 288",
+            "a multiple of 256 and at most 16384, got 2880",
         ),
-        ("ll", dict(hidden=16384), dict(hidden=16640), "at most 16384, got 16640"),
-        ("ht", dict(hidden=2880), dict(hidden=2884), "a multiple of 8 and at most 16384, got 2884"),
-        ("ll", dict(top_k=31), dict(top_k=32), "'ll' takes a top_k of at most 31, got 32"),
-        ("ht", dict(top_k=32), dict(top_k=33), "'ht' takes a top_k of at most 32, got 33"),
-        ("ll", dict(num_experts=264), dict(num_experts=260), "equally many experts on 8 ranks"),
-        ("ll", dict(num_experts=8192), dict(num_experts=8200), "1024 experts a rank, got 1025"),
+        ("ll expert_major", dict(hidden=16384), dict(hidden=16640), "at most 16384, got 16640"),
+        ("ht flat", dict(hidden=2880), dict(hidden=2884), "multiple of 8 and at most 16384, got"),
+        ("ll rank_major", dict(top_k=31), dict(top_k=32), "a top_k of at most 31, got 32"),
+        # Three experts on an SM: three groups of ten warps.
         (
-            *("ht", dict(num_experts=8, num_ranks=2), dict(num_experts=6, num_ranks=2)),
-            "needs a multiple of 4 experts, got 6",
+            "ll rank_major",
+            dict(num_experts=264, top_k=31),
+            dict(num_experts=272, top_k=30),
+            "a top_k of at most 29, got 30",
+        ),
+        ("ht flat", dict(top_k=32), dict(top_k=33), "a top_k of at most 32, got 33"),
+        (
+            "ll rank_major",
+            dict(num_experts=264),
+            dict(num_experts=260),
+            "equally many experts on 8",
+        ),
+        (
+            "ll rank_major",
+            dict(num_experts=1848),
+            dict(num_experts=1856),
+            "at most 1848 experts on GPUs of 132 SMs, got 1856",
+        ),
+        ("ht flat", dict(num_experts=8192), dict(num_experts=8200), "1024 experts of a rank, got"),
+        (
+            *("ht expert_major", dict(num_experts=2048), dict(num_experts=4096)),
+            "at most 256 experts of a rank, got 512",
+        ),
+        (
+            *("ht expert_major", dict(num_experts=32), dict(num_experts=48)),
+            "a power of two experts on each rank, got 6",
+        ),
+        (
+            *("ht flat", dict(num_experts=8, num_ranks=2), dict(num_experts=6, num_ranks=2)),
+            "a multiple of 4 experts, got 6",
         ),
     ],
 )
-def test_a_layer_beyond_a_limit_is_named_and_one_at_it_fits(mode, fits, exceeds, message):
-    assert nccl_ep_limits.layer_misfit(mode, **LAYER | fits) is None
-    assert message in nccl_ep_limits.layer_misfit(mode, **LAYER | exceeds)
+def test_a_layer_beyond_a_limit_is_named_and_one_at_it_fits(kind, fits, exceeds, message):
+    mode, layout = kind.split()
+    assert nccl_ep_limits.layer_misfit(mode, layout, **LAYER | fits) is None
+    assert message in nccl_ep_limits.layer_misfit(mode, layout, **LAYER | exceeds)
+
+
+def test_all_that_does_not_fit_is_in_one_message():
+    layer = LAYER | dict(hidden=2884, top_k=33, num_experts=254)
+    message = nccl_ep_limits.layer_misfit("ht", "flat", **layer)
+    for part in ("got 2884", "got 33", "a multiple of 4 experts, got 254", "equally many experts"):
+        assert part in message
+
+
+@pytest.mark.parametrize(("top_k", "most"), [(1, 8192), (8, 1024)])
+def test_tokens_of_a_rank_are_limited_in_high_throughput(top_k, most):
+    def misfit(mode: str, tokens: int) -> str | None:
+        return nccl_ep_limits.capacity_misfit(mode, "flat", max_tokens_per_rank=tokens, top_k=top_k)
+
+    assert misfit("ht", most) is None
+    assert f"at most 8192 rows of a rank, got {most + 1} tokens" in misfit("ht", most + 1)
+    assert misfit("ll", most + 1) is None
 
 
 @pytest.fixture
