@@ -160,7 +160,7 @@ class File:
             case {"node": node, "outcome": outcome, "text": text, "seconds": seconds}:
                 self.add(node, outcome, seconds, text)
             case {"ended": _}:
-                return None, time.monotonic(), self.args.case_limit
+                return None, time.monotonic(), max(self.args.case_limit, START_LIMIT_S)
             case {"lost": node}:
                 self.add(node, "crashed", 0.0, "the GPU's context is lost: " + self.text_of(node))
         return running, since, limit
@@ -256,9 +256,7 @@ def main() -> int:
     bad = [one for one in outcomes if one.outcome not in ("passed", "skipped")]
     for one in bad:
         console.print(f"\n{one.outcome}: {one.node}\n{one.text}", markup=False, highlight=False)
-    counts = {
-        kind: sum(o.outcome == kind for o in outcomes) for kind in {o.outcome for o in outcomes}
-    }
+    counts = dict(Counter(one.outcome for one in outcomes))
     rows = len({one.case for one in outcomes if one.case and one.outcome == "passed"})
     console.print(f"{counts}, {rows} rows, {time.monotonic() - start:.0f} s")
     if args.json:

@@ -1,22 +1,26 @@
-"""Field cases of kind memory on the CPU."""
+"""Field cases of kind memory: overruns, leaks, and errors that hid what did not fit."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
+from field_ranks import S0, OneRank, Virtual, on, parts_of, weights_of
 from layer_cases import make_inputs, make_weights
 
-from moe_ep import MoEEpLayer, MoEShape, MoEWeights
+from moe_ep import MoEEpLayer, MoEInputs, MoEShape, MoEWeights
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.megakernel.problem import weight_format
-from moe_ep.reference import moe_reference
 
-SHAPE = MoEShape(num_experts=8, top_k=2, hidden=256, intermediate=128)
+FORMATS = ("bf16", "nvfp4", "mxfp4", "mxfp8", "fp8_block")
 
 
-def tensor_bytes() -> int:
-    """Bytes of all tensor storage that Python can reach."""
+def held_bytes(device: str) -> int:
+    """Bytes of all tensors: of the GPU's allocator, or of what Python can reach."""
     gc.collect()
+    if device != "cpu":
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
     storages = {}
     for thing in gc.get_objects():
         # isinstance would ask lazy objects for their class.
@@ -26,80 +30,231 @@ def tensor_bytes() -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("name", ["bf16", "nvfp4", "mxfp4", "mxfp8", "fp8_block"])
-@pytest.mark.parametrize(("rank", "num_ranks"), [(0, 1), (1, 2)])
-def test_a77_the_originals_are_not_kept_alive(name, rank, num_ranks):
-    before = tensor_bytes()
-    weights = make_weights(SHAPE, name).shard("ep", rank, num_ranks)
-    layer = MoEEpLayer(SHAPE, weights, max_tokens_per_rank=32) if num_ranks == 1 else None
-    if layer is not None:
-        layer.warmup()
-    num_experts = SHAPE.num_experts // num_ranks
-    rows, cols = SHAPE.fc1_rows, SHAPE.hidden
-    fmt = weight_format(name)
-    packed = fmt.num_bytes(rows, cols) + fmt.num_bytes(SHAPE.hidden, SHAPE.intermediate)
-    assert tensor_bytes() - before <= 1.1 * num_experts * packed
-    assert weights.num_bytes <= 1.1 * num_experts * packed
+def on_device(ranks, inputs: MoEInputs) -> MoEInputs:
+    return MoEInputs(*(tensor.to(ranks.device) for tensor in vars(inputs).values()))
 
 
-def test_a70_eight_layers_hold_their_weights_and_nothing_that_grows():
-    before = tensor_bytes()
-    layers = [MoEEpLayer(SHAPE, make_weights(SHAPE), max_tokens_per_rank=32) for _ in range(8)]
-    inputs = make_inputs(SHAPE, 16, seed=0)
+@on("cpu2", "split2", "mega2", "split@2", "mega@2")
+def test_A53_odd_capacities_are_right_when_full(ranks):
+    shape = replace(S0, hidden=272)
+    weights = weights_of(shape, "nvfp4")
+    for capacity in (1, 17, 33, 99):
+        layer = ranks.layer(shape, weights, capacity)
+        parts = ranks.parts(shape, capacity)
+        ranks.assert_right(layer(parts), parts, weights, shape)
+        layer.destroy()
+
+
+@on("split1", "mega1")
+def test_A53_a_hidden_size_that_kernels_cannot_take_states_the_multiple(ranks):
+    shape = replace(S0, hidden=264)
+    with pytest.raises(MoEEpConfigError, match="hidden.*264.*multiple|hidden.*multiple.*264"):
+        ranks.module(shape, weights_of(shape, "bf16"))
+
+
+@on("mega1", "mega2")
+def test_A66_graphs_that_share_a_pool_keep_their_layers_apart(ranks):
+    layers = [
+        ranks.layer(S0, weights_of(S0, "nvfp4", seed=0)),
+        ranks.layer(S0, weights_of(S0, "nvfp4", seed=1)),
+    ]
+    parts = [ranks.parts(S0, 16), ranks.parts(S0, 16, seed=70)]
+    expected = [layer(part) for layer, part in zip(layers, parts, strict=True)]
+    calls = [layer.bind(part) for layer, part in zip(layers, parts, strict=True)]
+    graphs, pool = [], torch.cuda.graph_pool_handle()
+    for layer, call in zip(layers, calls, strict=True):
+        if isinstance(ranks, OneRank):
+            layer.module.warmup()
+        call.launch()
+        torch.cuda.synchronize()
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], pool=pool):
+            call.launch()
+    for turn in range(100):
+        which = (0, 1, 1, 0)[turn % 4]
+        calls[which].out.fill_(float("nan"))
+        graphs[which].replay()
+        assert all(map(torch.equal, calls[which].outputs(), expected[which]))
+
+
+@on("cpu1", "split1", "mega1")
+def test_A70_eight_layers_hold_their_weights_and_nothing_that_grows(ranks):
+    before = held_bytes(ranks.device)
+    layers = [ranks.module(S0, make_weights(S0, "bf16", seed)) for seed in range(8)]
+    inputs = on_device(ranks, make_inputs(S0, 16, seed=0))
     held = []
-    for _ in range(10):
+    for _ in range(300 if ranks.kind != "cpu" else 10):
         for layer in layers:
             layer(inputs)
-        held.append(tensor_bytes() - before)
+        held.append(held_bytes(ranks.device) - before)
     assert held[-1] == held[1]
-    weights = make_weights(SHAPE)
-    assert held[-1] <= 1.1 * 8 * weights.num_bytes
+    if ranks.kind == "cpu":
+        assert held[-1] <= 1.1 * 8 * make_weights(S0).num_bytes
+        return
+    # What the layers state: weights of each, one workspace for all.
+    memory = [layer._backend.memory for layer in layers]
+    stated = sum(m["prepared weights"] for m in memory) + memory[0]["shared workspace"]
+    assert stated <= held[-1] <= stated + (1 << 20)  # stamps and roundings of the allocator
+    for layer in layers:
+        assert f"shared workspace {memory[0]['shared workspace'] / 1e6:.1f} MB" in layer.explain()
+        layer.destroy()
 
 
-def test_a71_layers_of_other_sizes_and_formats_interleave():
+@on("cpu1", "split2", "mega1", "mega2", "split@2", "mega@2")
+def test_A71_layers_of_other_sizes_and_formats_interleave(ranks):
     wide = MoEShape(num_experts=4, top_k=3, hidden=512, intermediate=256)
-    built = [
-        (shape, name, MoEEpLayer(shape, make_weights(shape, name), max_tokens_per_rank=capacity))
-        for shape, name, capacity in (
-            (SHAPE, "nvfp4", 16),
-            (wide, "nvfp4", 64),
-            (SHAPE, "bf16", 16),
-        )
-    ]
+    built = []
+    for shape, name, capacity in (
+        (S0, "nvfp4", 16),
+        (wide, "nvfp4", 64),
+        (S0, "bf16", 16),
+    ):
+        weights = weights_of(shape, name)
+        built.append((shape, weights, capacity, ranks.layer(shape, weights, capacity)))
     for idx in (0, 1, 2, 1, 0, 2, 2, 1, 0):
-        shape, name, layer = built[idx]
-        inputs = make_inputs(shape, layer.max_tokens_per_rank, seed=idx)
-        expected = moe_reference(inputs, make_weights(shape, name), shape)
-        assert torch.equal(layer(inputs), expected)
+        shape, weights, capacity, layer = built[idx]
+        parts = ranks.parts(shape, capacity, seed=idx)
+        ranks.assert_right(layer(parts), parts, weights, shape)
 
 
-def test_a72_failed_calls_and_rebuilt_layers_leak_nothing():
-    inputs = make_inputs(SHAPE, 16, seed=0)
-    wrong = make_inputs(MoEShape(num_experts=8, top_k=3, hidden=256, intermediate=128), 16, seed=0)
-    held = []
-    for _ in range(5):
-        layer = MoEEpLayer(SHAPE, make_weights(SHAPE), max_tokens_per_rank=32)
+@on("cpu1", "split1", "mega1")
+def test_A72_failed_calls_and_rebuilt_layers_leak_nothing(ranks):
+    inputs = make_inputs(S0, 16, seed=0)
+    wrong = on_device(ranks, make_inputs(replace(S0, top_k=3), 16, seed=0))
+    weights, held, outputs = ranks.weights(), {}, []
+    for cycle in range(21):
+        layer = ranks.module(S0, weights)
         with pytest.raises(MoEEpConfigError, match="topk_ids has shape"):
             layer(wrong)
-        assert torch.equal(layer(inputs), moe_reference(inputs, make_weights(SHAPE), SHAPE))
+        outputs.append(layer(on_device(ranks, inputs)).cpu())
+        layer.check()
         layer.destroy()
-        held.append(tensor_bytes())
+        del layer
+        if cycle in (1, 20):
+            held[cycle] = held_bytes(ranks.device)
+    grown = held[20] - held[1]
+    assert grown == (19 * inputs.hidden_states.nbytes if ranks.kind == "cpu" else 0)
+    ranks.assert_right([outputs[-1]], [inputs], weights)
+
+
+@on("mega2")
+def test_A72_rebuilt_layers_of_several_ranks_leak_nothing(ranks):
+    parts, weights, held = ranks.parts(S0, 16), ranks.weights(), []
+    for _ in range(21):
+        layer = ranks.layer(S0, weights)
+        outputs = layer(parts)
+        layer.destroy()
+        del layer
+        held.append(held_bytes("cuda"))
     assert held[-1] == held[1]
+    ranks.assert_right(outputs, parts, weights)
 
 
-def test_a76_one_token_above_the_capacity_is_an_error_with_both_numbers():
-    layer = MoEEpLayer(SHAPE, make_weights(SHAPE), max_tokens_per_rank=32)
+@on("split1", "mega1")
+def test_A75_what_does_not_fit_is_an_error_with_the_bytes_and_what_to_lower(ranks):
+    """The process may use 256 MiB more; the workspace needs some 4 GB."""
+    shape = MoEShape(num_experts=8, top_k=8, hidden=1024, intermediate=1024)
+    weights = weights_of(replace(shape, top_k=1), "nvfp4")
+    ranks.module(shape, weights, 16).destroy()
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    reserved = torch.cuda.memory_reserved()
+    torch.cuda.set_per_process_memory_fraction((reserved + (1 << 28)) / total)
+    try:
+        with pytest.raises(MoEEpConfigError, match=r"\d{10} bytes.*max_tokens_per_rank|max_tokens"):
+            ranks.module(shape, weights, 100_000)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    layer, parts = ranks.layer(shape, weights, 16), ranks.parts(shape, 16)
+    ranks.assert_right(layer(parts), parts, weights, shape)
+
+
+@on("cpu1", "split1", "mega1")
+def test_A76_one_token_above_the_capacity_is_an_error_with_both_numbers(ranks):
+    layer = ranks.module(S0, ranks.weights())
     with pytest.raises(MoEEpConfigError, match="33 tokens; allowed: at most 32"):
-        layer(make_inputs(SHAPE, 33, seed=0))
-    inputs = make_inputs(SHAPE, 32, seed=0)
-    assert torch.equal(layer(inputs), moe_reference(inputs, make_weights(SHAPE), SHAPE))
+        layer(on_device(ranks, make_inputs(S0, 33, seed=0)))
+    inputs = make_inputs(S0, 32, seed=0)
+    output = layer(on_device(ranks, inputs))
+    ranks.assert_right([output.cpu()], [inputs], ranks.weights())
 
 
-def test_a77_a_view_of_a_large_checkpoint_tensor_does_not_keep_it_alive_after_shard():
-    before = tensor_bytes()
-    checkpoint = torch.randn(64, 3 * SHAPE.intermediate, SHAPE.hidden).bfloat16()
-    w13 = checkpoint[:8, : SHAPE.fc1_rows]
-    w2 = checkpoint[8:16, : SHAPE.intermediate].mT.contiguous()
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("rank", "num_ranks"), [(0, 1), (1, 2)])
+def test_A77_the_originals_are_not_kept_alive(name, rank, num_ranks):
+    before = held_bytes("cpu")
+    weights = make_weights(S0, name).shard("ep", rank, num_ranks)
+    layer = MoEEpLayer(S0, weights, max_tokens_per_rank=32) if num_ranks == 1 else None
+    if layer is not None:
+        layer.warmup()
+    packed = packed_bytes(name, S0.num_experts // num_ranks)
+    assert held_bytes("cpu") - before <= 1.1 * packed
+    assert weights.num_bytes <= 1.1 * packed
+
+
+def packed_bytes(name: str, num_experts: int, shape: MoEShape = S0) -> int:
+    fmt = weight_format(name)
+    matrices = fmt.num_bytes(shape.fc1_rows, shape.hidden)
+    return num_experts * (matrices + fmt.num_bytes(shape.hidden, shape.intermediate))
+
+
+@on("split1", "mega1")
+@pytest.mark.parametrize("name", FORMATS)
+def test_A77_a_kernels_layer_holds_its_prepared_weights_alone(ranks, name):
+    shape = MoEShape(num_experts=8, top_k=2, hidden=2048, intermediate=1024)
+    before = held_bytes("cuda")
+    weights = make_weights(shape, name).to("cuda")
+    layer = ranks.module(shape, weights, 1)
+    workspace = layer._backend.memory["shared workspace"]
+    del weights
+    held = held_bytes("cuda") - before - workspace
+    assert held <= 1.1 * packed_bytes(name, 8, shape)
+    layer.destroy()
+
+
+def test_A77_a_view_of_a_large_checkpoint_tensor_does_not_keep_it_alive_after_shard():
+    before = held_bytes("cpu")
+    checkpoint = torch.randn(64, 3 * S0.intermediate, S0.hidden).bfloat16()
+    w13 = checkpoint[:8, : S0.fc1_rows]
+    w2 = checkpoint[8:16, : S0.intermediate].mT.contiguous()
     weights = MoEWeights.from_dense(w13, w2).shard("ep", 1, 2)
     del checkpoint, w13, w2
-    assert tensor_bytes() - before <= 1.1 * weights.num_bytes
+    assert held_bytes("cpu") - before <= 1.1 * weights.num_bytes
+
+
+@on("cpu2", "split2", "split@2")
+def test_A78_a_capacity_of_70000(ranks):
+    shape = MoEShape(num_experts=8, top_k=2, hidden=128, intermediate=128)
+    weights = ranks.weights(shape)
+    layer = ranks.layer(shape, weights, 70_000)
+    parts = parts_of(shape, [40, 70])
+    ranks.assert_right(layer(parts), parts, weights, shape)
+    if ranks.kind == "split":
+        parts = parts_of(shape, [70_000, 66_000])
+        ranks.assert_right(layer(parts), parts, weights, shape)
+
+
+def test_A78_more_tokens_than_the_kernels_can_number_is_an_error_with_the_limit():
+    from moe_ep.grouped_memory import max_capacity, workspace_regions
+
+    limit = max_capacity(S0)
+    workspace_regions(S0, 8, limit)
+    with pytest.raises(MoEEpConfigError, match=f"{limit + 1}.*at most {limit}"):
+        workspace_regions(S0, 8, limit + 1)
+
+
+# Virtual ranks share one process, so that their workspace is one allocation for each geometry.
+@on("mega2")
+def test_A70_layers_of_virtual_ranks_share_a_workspace(ranks):
+    assert isinstance(ranks, Virtual)
+    before = held_bytes("cuda")
+    layers = [ranks.layer(S0, weights_of(S0, "nvfp4", seed), 29) for seed in range(4)]
+    calls = [layer.bind(ranks.parts(S0, 16)) for layer in layers]
+    held = []
+    for _ in range(100):
+        for call in calls:
+            call.launch()
+        held.append(held_bytes("cuda") - before)
+    assert held[-1] == held[1]
+    assert len({id(layer.mega.memory) for layer in layers}) == 1
