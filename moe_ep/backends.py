@@ -62,11 +62,13 @@ def supports(
     parallel: str = "ep",
     num_ranks: int = 1,
     apart: str | None = None,
+    max_tokens_per_rank: int | None = None,
 ) -> Support:
     """Whether `backend` runs a layer of `shape` with weights in `weights_format` on `device`.
 
     parallel, num_ranks   "ep" or "tp", and the ranks that divide the layer
     apart                 why the ranks are not of one NVLink domain, None where they are
+    max_tokens_per_rank   the layer's capacity; None: not asked
 
     "auto" is supported where one of its candidates is; the reason names it. Raises
     `MoEEpConfigError` for a format, backend or device that does not exist.
@@ -75,7 +77,12 @@ def supports(
     division = {"parallel": parallel, "num_ranks": num_ranks}
     if backend == "auto":
         try:
-            choice = choose_backend(shape, weights_format, "auto", device, apart=apart, **division)
+            choice = choose_backend(
+                *(shape, weights_format, "auto", device),
+                apart=apart,
+                max_tokens_per_rank=max_tokens_per_rank,
+                **division,
+            )
         except MoEEpUnavailableError as error:
             return Support(False, str(error))
         return Support(True, f"{describe(choice.backend)}: {choice.considered[-1][1].reason}")
@@ -86,7 +93,9 @@ def supports(
     if isinstance(backend, MegaConfig):
         return _supports_mega(shape, weights_format, backend, device, apart=apart, **division)
     if isinstance(backend.comm, NcclEpConfig):
-        return _supports_nccl_ep(shape, weights_format, backend, device, **division)
+        return _supports_nccl_ep(
+            *(shape, weights_format, backend, device, max_tokens_per_rank), **division
+        )
     if isinstance(backend.kernel, GroupedGemmConfig):
         return _supports_grouped(shape, weights_format, backend.kernel, device, **division)
     return _supports_torch(device)
@@ -101,6 +110,7 @@ def choose_backend(
     parallel: str = "ep",
     num_ranks: int = 1,
     apart: str | None = None,
+    max_tokens_per_rank: int | None = None,
 ) -> Choice:
     """The backend asked for, or the first of `AUTO_ORDER` that can run.
 
@@ -114,6 +124,7 @@ def choose_backend(
             parallel=parallel,
             num_ranks=num_ranks,
             apart=apart,
+            max_tokens_per_rank=max_tokens_per_rank,
         )
         considered.append((candidate, support))
         if support.ok:
@@ -179,6 +190,7 @@ def _supports_nccl_ep(
     weights_format: str,
     backend: SplitConfig,
     device: torch.device,
+    max_tokens: int | None,
     *,
     parallel: str,
     num_ranks: int,
@@ -190,15 +202,19 @@ def _supports_nccl_ep(
         return Support(False, f"NCCL-EP divides experts over ranks, parallel is {parallel!r}")
     if num_ranks == 1:
         return Support(False, "NCCL-EP moves tokens between ranks, there is one")
-    from moe_ep.comm.nccl_ep_limits import layer_misfit, library_misfit
+    from moe_ep.comm.nccl_ep_limits import capacity_misfit, layer_misfit, library_misfit
 
+    kind = (comm.mode, comm.layout)
     misfit = layer_misfit(
-        *(comm.mode, comm.layout),
+        *kind,
         hidden=shape.hidden,
         top_k=1 if comm.exact_combine else shape.top_k,
         num_experts=shape.num_experts,
         num_ranks=num_ranks,
     )
+    if max_tokens is not None:
+        rows = shape.top_k if comm.exact_combine else 1
+        misfit = misfit or capacity_misfit(*kind, max_tokens_per_rank=max_tokens, top_k=rows)
     misfit = misfit or library_misfit()
     if misfit is not None:
         return Support(False, misfit)
@@ -210,7 +226,7 @@ def _supports_nccl_ep(
         )
         if not answer.ok:
             return answer
-    return Support(False, "the NCCL-EP transport is not offered before it has run on GPUs")
+    return Support(True, f"tokens over NCCL-EP, {comm.mode} {comm.layout}")
 
 
 def _supports_grouped(

@@ -10,7 +10,7 @@ from moe_ep.comm.liveness import Liveness
 from moe_ep.comm.rendezvous import exchange_records
 from moe_ep.comm.torch_transport import TorchTransport
 from moe_ep.comm.transport import LocalTransport, Transport
-from moe_ep.config import Backend, GroupedGemmConfig, MegaConfig
+from moe_ep.config import Backend, GroupedGemmConfig, MegaConfig, NcclEpConfig
 from moe_ep.megakernel.problem import MoEShape, owned_experts
 from moe_ep.placement import ExpertMap, check_placed, slots_shape
 from moe_ep.split import SplitBackend, TorchExperts
@@ -149,6 +149,13 @@ def make_backend(
 
         return OneRankGrouped(shape, experts, max_tokens)
     transport = make_transport(group, liveness, layer_id, shape, weights.parallel, timeout_s)
+    if group.num_ranks > 1 and isinstance(backend.comm, NcclEpConfig):
+        from moe_ep.split_nccl_ep import make_nccl_ep_split
+
+        return make_nccl_ep_split(
+            *(backend.comm, experts, shape, weights, group, max_tokens),
+            *(transport, liveness, timeout_s),
+        )
     return SplitBackend(weights, transport, experts)
 
 

@@ -86,6 +86,7 @@ class MoEEpLayer(torch.nn.Module):
                 parallel=weights.parallel,
                 num_ranks=self._group.num_ranks,
                 apart=apart,
+                max_tokens_per_rank=max_tokens_per_rank,
             )
             experts = make_experts(slots, weights, choice.backend)
             fields = fingerprint(
