@@ -1,51 +1,46 @@
 """`moe-ep bench`: one layer's latency over the tokens per rank, against what the device allows.
 
-For every format, backend and number of tokens: check the values against the specification, then
-time `forward`. Before each call the L2 cache is flushed and a one-element all-reduce in the stream
-lets all ranks start together; a call lasts as long as its slowest rank. The limit is the larger of
-bytes over memory bandwidth and operations over matmul peak, on the rank with the most of either:
+For every geometry, format, backend and number of tokens: check the values against the
+specification, then time `forward` as `timing.py` says. The limit is the largest of what `work.py`
+counts over the device's peaks. With --stages the mega kernel is also built with time stamps, see
+`stages.py`.
 
-    bytes        weights of every local expert that has a token, each once; rows in, terms out,
-                 terms read again for the sum, and the result
-    operations   2 P H (fc1_rows + I), P = rows (token, slot) that arrive at the rank
-
-Letters as everywhere: T tokens of a rank, K slots, H hidden, I intermediate, P rows.
+Letters as everywhere: T tokens of a rank, K slots, H hidden, I intermediate.
 """
 
 import argparse
 import json
-import subprocess
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.progress import Progress
 
 from moe_ep import reference
 from moe_ep.backends import supports
-from moe_ep.comm.errors import MoEEpConfigError
+from moe_ep.comm.errors import MoEEpConfigError, MoEEpStateError, MoEEpUnavailableError
 from moe_ep.comm.group import EpGroup
+from moe_ep.config import MegaConfig
 from moe_ep.inputs import MoEInputs
 from moe_ep.launch import bootstrap, torchrun
 from moe_ep.launch.backends import BACKENDS, named_backend
-from moe_ep.launch.geometries import GEOMETRIES, geometry
+from moe_ep.launch.bench_report import MAX_ERROR, provenance, show
+from moe_ep.launch.geometries import GEOMETRIES
 from moe_ep.launch.peaks import Peaks, device_peaks
+from moe_ep.launch.random_layer import random_inputs, random_weights, shard_shape
+from moe_ep.launch.stages import Stages, StampedLayer
+from moe_ep.launch.timing import all_gather, all_reduce, host_seconds, time_call
+from moe_ep.launch.work import most_work
 from moe_ep.layer import MoEEpLayer
-from moe_ep.megakernel.problem import WEIGHT_FORMATS, MoEShape, owned_experts, weight_format
+from moe_ep.megakernel.problem import WEIGHT_FORMATS, MoEShape
 from moe_ep.weights import MoEWeights
-
-# Relative L2 error of the output against the specification. Both round each term and the sum to
-# BF16 (0.0017 each); where the sums before them differ in order, some roundings fall apart.
-MAX_ERROR = 0.004
-# Written between calls on a CPU; larger than the last-level caches we know.
-CPU_FLUSH_BYTES = 2**26
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--geometry", choices=GEOMETRIES, default="tiny")
+    parser.add_argument("--geometry", nargs="+", choices=GEOMETRIES, default=["tiny"])
     parser.add_argument("--ranks", type=int, default=1, help="processes on this machine")
     parser.add_argument(
         "--experts-per-rank",
@@ -55,10 +50,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=[1, 8, 32, 128], help="tokens per rank"
     )
+    parser.add_argument("--skew", action="store_true", help="every second token has expert 0")
     parser.add_argument("--backend", nargs="+", choices=BACKENDS, default=["auto"])
     parser.add_argument("--weights-format", nargs="+", choices=WEIGHT_FORMATS, default=["bf16"])
     parser.add_argument("--iterations", type=int, default=50, help="timed calls of each kind")
-    parser.add_argument("--graph", action="store_true", help="replay a CUDA graph")
+    parser.add_argument(
+        "--graph", action="store_true", help="replay a CUDA graph where the backend allows one"
+    )
+    parser.add_argument("--eager", action="store_true", help="with --graph: eager calls as well")
+    parser.add_argument(
+        "--stages", action="store_true", help="mega: time of each stage, from stamps in the kernel"
+    )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw them (needs matplotlib)")
     parser.add_argument(
@@ -111,23 +113,57 @@ def bench_on_rank(args: argparse.Namespace, group: EpGroup) -> dict[str, object]
     """Every case that was asked for, on every rank of `group`: the record that JSON holds."""
     if args.graph and group.device.type != "cuda":
         raise MoEEpConfigError(f"--graph needs a CUDA device, got {group.device}")
-    shape = bench_shape(args.geometry, args.experts_per_rank, group.num_ranks)
-    peaks = device_peaks(group.device)
-    results, skipped = [], []
-    for fmt in args.weights_format:
-        weights = random_weights(shape, fmt, group)
-        for name in args.backend:
-            can_run = supports(
-                shape, fmt, named_backend(name), group.device, num_ranks=group.num_ranks
-            )
-            if can_run.ok:
-                results += bench_backend(args, shape, weights, name, group, peaks)
+    cases, skipped = [], []
+    for name in args.geometry:
+        shape = shard_shape(name, args.experts_per_rank, group.num_ranks)
+        for fmt in args.weights_format:
+            for backend in args.backend:
+                answer = supports(
+                    *(shape, fmt, named_backend(backend), group.device), num_ranks=group.num_ranks
+                )
+                case = Case(name, shape, fmt, backend)
+                if answer.ok:
+                    cases.append(case)
+                else:
+                    skipped.append(case.skipped(answer.reason))
+    peaks = device_peaks(group.device) if cases else None  # measuring them takes a second
+    results, weights, made = [], None, None
+    num_steps = len(cases) * len(args.tokens)
+    with Progress(console=Console(stderr=True), transient=True, disable=group.rank > 0) as progress:
+        bar = progress.add_task("benching", total=num_steps)
+        for case in cases:
+            if made != (case.shape, case.weights_format):
+                weights = None  # let go before the next are made
+                weights = random_weights(case.shape, case.weights_format, group)
+                made = (case.shape, case.weights_format)
+            try:
+                found = bench_case(args, case, weights, group, peaks, lambda: progress.advance(bar))
+            except MoEEpUnavailableError as error:
+                skipped.append(case.skipped(str(error)))
             else:
-                skipped.append({"backend": name, "weights_format": fmt, "reason": can_run.reason})
+                results += found
     return provenance(group, peaks) | {
         "results": [asdict(result) for result in results],
         "skipped": skipped,
     }
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one layer is built for."""
+
+    geometry: str
+    shape: MoEShape
+    weights_format: str
+    backend: str
+
+    def skipped(self, reason: str) -> dict[str, str]:
+        return {
+            "geometry": self.geometry,
+            "weights_format": self.weights_format,
+            "backend": self.backend,
+            "reason": reason,
+        }
 
 
 @dataclass(frozen=True)
@@ -143,137 +179,109 @@ class Result:
     weights_format: str
     backend: str
     is_graph: bool
+    is_skewed: bool
     tokens_per_rank: int
     error: float  # relative L2 distance to the specification
     median_us: float
     p99_us: float
+    host_us: float | None  # of an eager call on a GPU: what it keeps the host
     limit_us: float
     num_bytes: int  # of the rank with the most
     num_flops: int
+    num_link_bytes: int
     memory_share: float  # num_bytes / median / peak
     matmul_share: float
+    link_share: float
+    stages: Stages | None
 
 
-def bench_shape(name: str, experts_per_rank: int | None, num_ranks: int) -> MoEShape:
-    """The geometry, or its shard: `experts_per_rank` experts on each rank, the same top-k."""
-    shape = geometry(name)
-    if experts_per_rank is None:
-        return shape
-    num_experts = experts_per_rank * num_ranks
-    if not shape.top_k <= num_experts <= shape.num_experts:
-        raise MoEEpConfigError(
-            f"--experts-per-rank {experts_per_rank} on {num_ranks} ranks makes {num_experts} "
-            f"experts; allowed for {name}: {shape.top_k} to {shape.num_experts}"
-        )
-    return replace(shape, num_experts=num_experts)
-
-
-def random_weights(shape: MoEShape, fmt: str, group: EpGroup) -> MoEWeights:
-    """This rank's experts with normal entries; activations keep the size of the tokens."""
-    ids = owned_experts(shape.num_experts, group.num_ranks, group.rank)
-    generator = torch.Generator(group.device).manual_seed(1 + group.rank)
-
-    def normal(rows: int, cols: int) -> torch.Tensor:
-        w = torch.empty(len(ids), rows, cols, dtype=torch.bfloat16, device=group.device)
-        return w.normal_(std=cols**-0.5, generator=generator)
-
-    dense = MoEWeights.from_dense(
-        normal(shape.fc1_rows, shape.hidden),
-        normal(shape.hidden, shape.intermediate),
-        is_gated=shape.activation.is_gated,
-    )
-    weights = dense if fmt == "bf16" else dense.quantize(fmt)
-    return replace(
-        weights,
-        num_experts=shape.num_experts,
-        expert_ids=tuple(ids),
-        rank=group.rank,
-        num_ranks=group.num_ranks,
-    )
-
-
-def random_inputs(shape: MoEShape, num_tokens: int, group: EpGroup) -> MoEInputs:
-    """Normal tokens, uniform routing: K different experts for each token."""
-    generator = torch.Generator(group.device).manual_seed(1000 * num_tokens + group.rank)
-    device = group.device
-    x_TH = torch.randn(num_tokens, shape.hidden, device=device, generator=generator)
-    scores_TE = torch.rand(num_tokens, shape.num_experts, device=device, generator=generator)
-    top = scores_TE.topk(shape.top_k, dim=-1)
-    return MoEInputs(x_TH.to(torch.bfloat16), top.indices, top.values.softmax(dim=-1))
-
-
-def bench_backend(
+def bench_case(
     args: argparse.Namespace,
-    shape: MoEShape,
+    case: Case,
     weights: MoEWeights,
-    backend_name: str,
     group: EpGroup,
     peaks: Peaks,
+    advance: Callable[[], None],
 ) -> list[Result]:
-    """Check and time one backend for every number of tokens. Collective."""
+    """Check and time one layer for every number of tokens. Collective."""
+    shape = case.shape
     layer = MoEEpLayer(
         shape,
         weights,
         max_tokens_per_rank=max(args.tokens),
-        backend=named_backend(backend_name),
+        backend=named_backend(case.backend),
         group=group,
     )
     layer.warmup()
+    stamped = None
+    if args.stages and isinstance(layer.backend, MegaConfig):
+        stamped = StampedLayer(shape, weights, group, max(args.tokens))
     results = []
     for num_tokens in args.tokens:
-        inputs = random_inputs(shape, num_tokens, group)
+        inputs = random_inputs(shape, num_tokens, group, is_skewed=args.skew)
         ids = all_gather(inputs.topk_ids, group)
-        num_bytes, num_flops = most_work(shape, weights, ids, num_tokens, group)
+        work = most_work(shape, case.weights_format, ids, num_tokens, group)
+        limits = work.seconds(peaks)
         error = output_error(layer, shape, weights, inputs, group)
-        seconds = time_forward(layer, inputs, group, args.iterations, args.graph)
-        median = float(seconds.median())
-        limit = max(num_bytes / peaks.bytes_per_s, num_flops / peaks.flops_per_s)
-        results.append(
-            Result(
-                geometry=args.geometry,
+        stages = stamped.measure(inputs) if stamped else None
+        for is_graph, seconds, host_us in time_layer(args, layer, inputs, group):
+            median = float(seconds.median())
+            result = Result(
+                geometry=case.geometry,
                 num_experts=shape.num_experts,
                 top_k=shape.top_k,
                 hidden=shape.hidden,
                 intermediate=shape.intermediate,
                 num_ranks=group.num_ranks,
-                weights_format=weights.weights_format,
-                backend=backend_name,
-                is_graph=args.graph,
+                weights_format=case.weights_format,
+                backend=case.backend,
+                is_graph=is_graph,
+                is_skewed=args.skew,
                 tokens_per_rank=num_tokens,
                 error=error,
                 median_us=1e6 * median,
                 p99_us=1e6 * float(seconds.quantile(0.99)),
-                limit_us=1e6 * limit,
-                num_bytes=num_bytes,
-                num_flops=num_flops,
-                memory_share=num_bytes / median / peaks.bytes_per_s,
-                matmul_share=num_flops / median / peaks.flops_per_s,
+                host_us=host_us,
+                limit_us=1e6 * max(limits.values()),
+                num_bytes=work.num_bytes,
+                num_flops=work.num_flops,
+                num_link_bytes=work.num_link_bytes,
+                **{f"{name}_share": limit / median for name, limit in limits.items()},
+                stages=stages,
             )
-        )
+            results.append(result)
+        advance()
+    layer.check()
+    if stamped:
+        stamped.destroy()
     layer.destroy()
     return results
 
 
-def most_work(
-    shape: MoEShape, weights: MoEWeights, ids: torch.Tensor, num_tokens: int, group: EpGroup
-) -> tuple[int, int]:
-    """(bytes, operations) of the rank with the most of each; the module says what is counted."""
-    fmt = weight_format(weights.weights_format)
-    expert_bytes = fmt.num_bytes(shape.fc1_rows, shape.hidden)
-    expert_bytes += fmt.num_bytes(shape.hidden, shape.intermediate)
-    rows_per_expert = ids.flatten().bincount(minlength=shape.num_experts)
-    local = rows_per_expert[list(weights.expert_ids)]
-    num_rows, num_hit = int(local.sum()), int((local > 0).sum())
-    num_row_moves = 2 * num_rows + num_tokens * (shape.top_k + 1)
-    work = torch.tensor(
-        [
-            num_hit * expert_bytes + 2 * shape.hidden * num_row_moves,
-            2 * num_rows * shape.hidden * (shape.fc1_rows + shape.intermediate),
-        ],
-        device=group.device,
-    )
-    num_bytes, num_flops = all_reduce(work, dist.ReduceOp.MAX, group).tolist()
-    return num_bytes, num_flops
+def time_layer(
+    args: argparse.Namespace, layer: MoEEpLayer, inputs: MoEInputs, group: EpGroup
+) -> list[tuple[bool, torch.Tensor, float | None]]:
+    """(whether in a graph, seconds of each call, microseconds of the host or None) of each kind of
+    call that was asked for and that the backend allows. Collective."""
+    out = torch.empty_like(inputs.hidden_states)
+    num_tokens = len(out)
+
+    def call() -> None:
+        layer.forward(inputs, out=out, max_tokens=num_tokens)
+
+    kinds: list[tuple[bool, torch.Tensor, float | None]] = []
+    if args.graph:
+        try:
+            kinds.append((True, time_call(call, group, args.iterations, True), None))
+        except MoEEpStateError:
+            pass  # it cannot be captured, and is timed eagerly
+    if args.eager or not kinds:
+        seconds = time_call(call, group, args.iterations, False)
+        host_us = None
+        if group.device.type == "cuda":
+            host_us = 1e6 * host_seconds(call, group, args.iterations)
+        kinds.append((False, seconds, host_us))
+    return kinds
 
 
 def output_error(
@@ -304,148 +312,3 @@ def output_error(
     # NaN must not pass as the smaller value of a maximum.
     error = error.nan_to_num(nan=torch.inf)
     return float(all_reduce(error, dist.ReduceOp.MAX, group))
-
-
-def time_forward(
-    layer: MoEEpLayer, inputs: MoEInputs, group: EpGroup, iterations: int, use_graph: bool
-) -> torch.Tensor:
-    """Seconds of each call on the slowest rank, FP64 [iterations]."""
-    out = torch.empty_like(inputs.hidden_states)
-
-    def call() -> None:
-        layer.forward(inputs, out=out)
-
-    with torch.inference_mode():
-        for _ in range(3):
-            call()
-        if group.device.type == "cuda":
-            seconds = _gpu_seconds(_captured(call) if use_graph else call, group, iterations)
-        else:
-            seconds = _cpu_seconds(call, group, iterations)
-    times = torch.tensor(seconds, dtype=torch.float64, device=group.device)
-    return all_reduce(times, dist.ReduceOp.MAX, group).cpu()
-
-
-def _captured(call: Callable[[], None]) -> Callable[[], None]:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
-def _gpu_seconds(call: Callable[[], None], group: EpGroup, iterations: int) -> list[float]:
-    l2_bytes = torch.cuda.get_device_properties(group.device).L2_cache_size
-    flush = torch.empty(2 * l2_bytes, dtype=torch.uint8, device=group.device)
-    flag = torch.zeros(1, device=group.device)
-    starts, ends = (
-        [torch.cuda.Event(enable_timing=True) for _ in range(iterations)] for _ in range(2)
-    )
-    for start, end in zip(starts, ends, strict=True):
-        flush.zero_()
-        all_reduce(flag, dist.ReduceOp.SUM, group)
-        start.record()
-        call()
-        end.record()
-    torch.cuda.synchronize(group.device)
-    return [s.elapsed_time(e) / 1e3 for s, e in zip(starts, ends, strict=True)]
-
-
-def _cpu_seconds(call: Callable[[], None], group: EpGroup, iterations: int) -> list[float]:
-    flush = torch.empty(CPU_FLUSH_BYTES, dtype=torch.uint8)
-    flag = torch.zeros(1)
-    seconds = []
-    for _ in range(iterations):
-        flush.zero_()
-        all_reduce(flag, dist.ReduceOp.SUM, group)
-        start = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start)
-    return seconds
-
-
-def all_gather(tensor: torch.Tensor, group: EpGroup) -> torch.Tensor:
-    """Tensors of equal shape [n, ...] of every rank, in rank order: [ranks * n, ...]."""
-    if group.num_ranks == 1:
-        return tensor
-    parts = [torch.empty_like(tensor) for _ in range(group.num_ranks)]
-    dist.all_gather(parts, tensor.contiguous(), group=group.process_group)
-    return torch.cat(parts)
-
-
-def all_reduce(tensor: torch.Tensor, op: dist.ReduceOp, group: EpGroup) -> torch.Tensor:
-    """`tensor`, reduced in place over the ranks."""
-    if group.num_ranks > 1:
-        dist.all_reduce(tensor, op, group=group.process_group)
-    return tensor
-
-
-def provenance(group: EpGroup, peaks: Peaks) -> dict[str, object]:
-    """What a figure must carry: device, date, commit, versions, peaks."""
-    is_cuda = group.device.type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name(group.device) if is_cuda else cpu_name(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": git_commit(),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "peaks": asdict(peaks),
-    }
-
-
-def cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    return next((line.split(": ")[1] for line in lines if line.startswith("model name")), "CPU")
-
-
-def git_commit() -> str:
-    """Short hash of the checkout this file lies in, '+' if it has changes; 'unknown' without."""
-    command = ["git", "describe", "--always", "--dirty=+", "--match", ""]
-    try:
-        done = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return done.stdout.strip()
-
-
-def show(record: dict[str, object]) -> None:
-    """Print the results to standard output, one line a case."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    console.width = max(console.width, 120)  # one line a case, also where output is a file
-    peaks = record["peaks"]
-    console.print(
-        f"{record['device']}, {record['date']}, commit {record['commit']}, "
-        f"torch {record['torch']}; peaks ({peaks['source']}): "
-        f"{peaks['bytes_per_s'] / 1e12:.3g} TB/s, {peaks['flops_per_s'] / 1e12:.3g} TFLOP/s",
-        markup=False,
-        highlight=False,
-    )
-    table = Table(box=None)
-    columns = "geometry ranks format backend tokens median p99 limit memory matmul error"
-    for name in columns.split():
-        table.add_column(name, justify="left" if name in ("geometry", "format") else "right")
-    for result in record["results"]:
-        table.add_row(
-            f"{result['geometry']} E={result['num_experts']} K={result['top_k']}",
-            str(result["num_ranks"]),
-            result["weights_format"],
-            result["backend"] + (" graph" if result["is_graph"] else ""),
-            str(result["tokens_per_rank"]),
-            f"{result['median_us']:.1f} us",
-            f"{result['p99_us']:.1f} us",
-            f"{result['limit_us']:.1f} us",
-            f"{result['memory_share']:.1%}",
-            f"{result['matmul_share']:.1%}",
-            f"{result['error']:.1e}" + (" WRONG" if result["error"] > MAX_ERROR else ""),
-        )
-    console.print(table)
-    for case in record["skipped"]:
-        console.print(
-            f"not run: {case['backend']} with {case['weights_format']}: {case['reason']}",
-            markup=False,
-        )

@@ -4,14 +4,14 @@
     fused   the mega kernel's dispatch and combine as a kernel of their own; GPUs. Its terms are the
             tokens themselves; combine is what the round trip takes more than the dispatch
 
-Ranks start together and the slowest counts, as in `bench.py`; wrong values end the bench. GB/s
+Ranks start together and the slowest counts, as in `timing.py`; wrong values end the bench. GB/s
 count what a rank sends and receives on average, BF16: a token once for each rank that it goes to
 (dispatch), a term for each slot (combine).
 """
 
 import argparse
+import functools
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -23,8 +23,10 @@ from moe_ep.comm.liveness import Liveness
 from moe_ep.comm.torch_transport import TorchTransport
 from moe_ep.comm.transport import Outgoing
 from moe_ep.inputs import MoEInputs
-from moe_ep.launch import bench
+from moe_ep.launch.bench_report import git_commit
 from moe_ep.launch.geometries import geometry
+from moe_ep.launch.random_layer import random_inputs
+from moe_ep.launch.timing import all_reduce, time_call
 from moe_ep.megakernel.problem import MoEShape, owned_experts
 from moe_ep.reference import combine_terms
 
@@ -47,24 +49,17 @@ class CommResult:
     combine_gb_s: float
 
 
-@dataclass(frozen=True)
-class Timed:
-    """A step in the place of a layer, for `bench.time_forward`."""
-
-    step: Callable[[], object]
-
-    def forward(self, _inputs: MoEInputs, out: torch.Tensor) -> None:
-        self.step()
-
-
 def run(args: argparse.Namespace, group: EpGroup) -> list[CommResult]:
     """Every transport that can run on `group`, for every number of tokens. Collective."""
-    shape = geometry(args.geometry)
+    name, *others = args.geometry
+    if others:
+        raise MoEEpConfigError(f"--comm takes one --geometry, got {' '.join(args.geometry)}")
+    shape = geometry(name)
     if shape.num_experts < group.num_ranks:
-        raise MoEEpConfigError(f"{args.geometry} has too few experts for {group.num_ranks} ranks")
+        raise MoEEpConfigError(f"{name} has too few experts for {group.num_ranks} ranks")
     results = []
     for num_tokens in args.tokens:
-        inputs = bench.random_inputs(shape, num_tokens, group)
+        inputs = random_inputs(shape, num_tokens, group)
         if group.num_ranks > 1:
             results.append(bench_torch(args, shape, inputs, group))
         if group.device.type == "cuda":
@@ -111,8 +106,7 @@ def bench_torch(
         "round": round_trip,
     }
     times = {
-        name: 1e6 * bench.time_forward(Timed(step), inputs, group, args.iterations, False)
-        for name, step in steps.items()
+        name: 1e6 * time_call(step, group, args.iterations, False) for name, step in steps.items()
     }
     transport.destroy()
     return make_result("torch", shape, inputs, group, times)
@@ -142,8 +136,8 @@ def bench_fused(
             combines=combines,
             timeout_s=TIMEOUT_S,
         )
-        step = Timed(lambda transport=transport: transport.forward(*arguments))
-        times[name] = 1e6 * bench.time_forward(step, inputs, group, args.iterations, args.graph)
+        step = functools.partial(transport.forward, *arguments)
+        times[name] = 1e6 * time_call(step, group, args.iterations, args.graph)
         transport.check()
         transport.destroy()
     terms_TKH = inputs.hidden_states[:, None].expand(-1, shape.top_k, -1)
@@ -180,7 +174,7 @@ def make_result(
         len(inputs.topk_ids), group.num_ranks, dtype=torch.int64, device=group.device
     ).scatter_(1, owners(shape, group)[inputs.topk_ids.long()], 1)
     rows = torch.stack([is_sent_TR.sum(), torch.tensor(inputs.topk_ids.numel()).to(group.device)])
-    bench.all_reduce(rows, dist.ReduceOp.SUM, group)
+    all_reduce(rows, dist.ReduceOp.SUM, group)
     dispatch_bytes, combine_bytes = (rows.double() / group.num_ranks * 2 * shape.hidden).tolist()
     medians = {step: float(us.median()) for step, us in times.items()}
     return CommResult(
@@ -213,8 +207,8 @@ def report(args: argparse.Namespace, results: list[CommResult]) -> None:
     console.print(table)
     if args.json:
         record = {
-            "commit": bench.git_commit(),
-            "geometry": args.geometry,
+            "commit": git_commit(),
+            "geometry": args.geometry[0],
             "is_graph": args.graph,
             "results": [asdict(result) for result in results],
         }

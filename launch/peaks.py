@@ -1,4 +1,4 @@
-"""What a device can do at most: bytes of its memory and floating-point operations per second."""
+"""What a device can do at most in a second: bytes of memory, operations, bytes over links."""
 
 import time
 from collections.abc import Callable
@@ -12,18 +12,20 @@ class Peaks:
     """bytes_per_s of device memory, flops_per_s of dense matmuls, and where the figures are from.
 
     GPUs: BF16 tensor cores with FP32 sums. CPU: FP32, which is what the CPU path multiplies in.
+    link_bytes_per_s: NVLink, each direction; 0 where it is not known.
     """
 
     bytes_per_s: float
     flops_per_s: float
     source: str
+    link_bytes_per_s: float = 0.0
 
 
 # Part of the device's name -> the maker's figures (dense, SXM boards).
 STATED = {
-    "H200": Peaks(4.8e12, 989e12, "data sheet"),
-    "H100": Peaks(3.35e12, 989e12, "data sheet"),
-    "B200": Peaks(8.0e12, 2250e12, "data sheet"),
+    "H200": Peaks(4.8e12, 989e12, "data sheet", 450e9),
+    "H100": Peaks(3.35e12, 989e12, "data sheet", 450e9),
+    "B200": Peaks(8.0e12, 2250e12, "data sheet", 900e9),
 }
 
 

@@ -9,8 +9,12 @@ import torch
 
 from moe_ep import EpGroup, MoEInputs, MoEShape, MoEWeights
 from moe_ep.comm.errors import MoEEpConfigError
-from moe_ep.launch import bench, bench_comm, cli, cpu_ratio, peaks, spawn, torchrun
+from moe_ep.launch import bench, bench_comm, cli, cpu_ratio, peaks, spawn, torchrun, work
 from moe_ep.launch.geometries import GEOMETRIES, geometry
+from moe_ep.launch.peaks import Peaks
+from moe_ep.launch.random_layer import random_inputs, random_weights, shard_shape
+from moe_ep.launch.stages import spans_us
+from moe_ep.launch.timing import time_call
 from moe_ep.reference import moe_reference
 
 SHAPE = MoEShape(num_experts=8, top_k=3, hidden=64, intermediate=32)
@@ -35,22 +39,17 @@ class ScaledReference:
         return self.factor * moe_reference(inputs, self.weights, SHAPE)
 
 
-class Sleeper:
-    """A layer that takes as long as its rank says."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def forward(self, _inputs: MoEInputs, out: torch.Tensor) -> torch.Tensor:
-        time.sleep(self.seconds)
-        return out
-
-
 def sleep_on_ranks(rank: int, num_ranks: int) -> list[float]:
     group = EpGroup.from_process_group(torch.distributed.group.WORLD, "cpu")
-    inputs = bench.random_inputs(SHAPE, 2, group)
-    layer = Sleeper(0.02 * (rank + 1))
-    return bench.time_forward(layer, inputs, group, iterations=3, use_graph=False).tolist()
+    return time_call(lambda: time.sleep(0.02 * (rank + 1)), group, 3, use_graph=False).tolist()
+
+
+def work_of_ranks(rank: int, num_ranks: int) -> tuple[int, int, int]:
+    group = EpGroup.from_process_group(torch.distributed.group.WORLD, "cpu")
+    # Ranks of two tokens each; experts 0-3 are rank 0's. Rank 1's first token goes there twice.
+    ids = torch.tensor([[0, 1, 5], [2, -1, 3], [0, 1, 7], [4, 5, 6]])
+    found = work.most_work(SHAPE, "bf16", ids, 2, group)
+    return found.num_bytes, found.num_flops, found.num_link_bytes
 
 
 def test_published_geometries_have_their_numbers():
@@ -71,34 +70,67 @@ def test_unknown_geometry_lists_those_that_are_known():
 
 
 def test_experts_per_rank_makes_the_shard_of_a_larger_job():
-    shape = bench.bench_shape("v3", 32, num_ranks=2)
+    shape = shard_shape("v3", 32, num_ranks=2)
     assert (shape.num_experts, shape.top_k, shape.hidden) == (64, 8, 7168)
     with pytest.raises(MoEEpConfigError, match="makes 4 experts; allowed for v3: 8 to 256"):
-        bench.bench_shape("v3", 4, num_ranks=1)
+        shard_shape("v3", 4, num_ranks=1)
 
 
 @pytest.mark.parametrize(("factor", "is_right"), [(1.0, True), (1.01, False), (0.0, False)])
 def test_value_check_tells_a_right_layer_from_a_wrong_one(factor, is_right):
-    weights = bench.random_weights(SHAPE, "nvfp4", CPU)
-    inputs = bench.random_inputs(SHAPE, 40, CPU)
+    weights = random_weights(SHAPE, "nvfp4", CPU)
+    inputs = random_inputs(SHAPE, 40, CPU)
     error = bench.output_error(ScaledReference(weights, factor), SHAPE, weights, inputs, CPU)
     assert (error <= bench.MAX_ERROR) == is_right
 
 
 def test_value_check_fails_on_nan():
-    weights = bench.random_weights(SHAPE, "bf16", CPU)
-    inputs = bench.random_inputs(SHAPE, 4, CPU)
+    weights = random_weights(SHAPE, "bf16", CPU)
+    inputs = random_inputs(SHAPE, 4, CPU)
     layer = ScaledReference(weights, float("nan"))
     assert bench.output_error(layer, SHAPE, weights, inputs, CPU) > bench.MAX_ERROR
 
 
 def test_work_counts_experts_hit_rows_and_operations():
-    weights = bench.random_weights(SHAPE, "nvfp4", CPU)
     ids = torch.tensor([[0, 1, 2], [0, 1, -1]])  # three experts, five rows, two tokens
-    num_bytes, num_flops = bench.most_work(SHAPE, weights, ids.clamp(min=0), 2, CPU)
-    assert num_flops == 2 * 6 * (64 * 64 + 64 * 32)
+    found = work.most_work(SHAPE, "nvfp4", ids, 2, CPU)
+    assert found.num_flops == 2 * 5 * (64 * 64 + 64 * 32)
     codes_and_sf = (64 * 64 + 64 * 32) // 2 + (64 * 64 + 64 * 32) // 16
-    assert num_bytes == 3 * codes_and_sf + 2 * 64 * (6 + 6 + 2 * 3 + 2)
+    assert found.num_bytes == 3 * codes_and_sf + 2 * 64 * (5 + 5 + 2 * 3 + 2)
+    assert found.num_link_bytes == 0
+
+
+def test_work_over_links_is_tokens_once_for_a_rank_and_terms_for_each_slot():
+    (bytes_0, flops_0, link_0), rank_1 = spawn.run(work_of_ranks, 2)
+    assert (bytes_0, flops_0, link_0) == rank_1
+    # Rank 0: one token in, one term in; one token out, two terms out.
+    assert link_0 == 2 * 64 * (1 + 2)
+    assert flops_0 == 2 * 6 * 64 * (64 + 32)  # six rows at rank 0
+
+
+def test_the_limit_is_the_largest_of_memory_matmuls_and_links():
+    seconds = work.Work(100, 300, 50).seconds(Peaks(10.0, 100.0, "test", 25.0))
+    assert seconds == {"memory": 10.0, "matmul": 3.0, "link": 2.0}
+    assert work.Work(1, 1, 50).seconds(Peaks(1.0, 1.0, "test"))["link"] == 0.0
+
+
+def test_stages_follow_one_another():
+    moments = {
+        "SCANNED": [1.0, 1.5, 2.0],
+        "FED": [3.0, 4.0, 9.0],
+        "WORKED": [80.0, 90.0, 100.0],
+        "DRAINED": [101.0, 101.0, 101.5],
+        "ENDED": [103.0, 103.0, 104.0],
+    }
+    assert spans_us(moments) == {
+        "routing": 2.0,
+        "first token": 1.0,
+        "FC1 and FC2": 97.0,
+        "drain": 1.5,
+        "reduce": 2.5,
+    }
+    without_rows = {name: times for name, times in moments.items() if name != "FED"}
+    assert spans_us(without_rows)["first token"] == 0.0
 
 
 def test_times_are_those_of_the_slowest_rank_on_every_rank():
@@ -126,19 +158,24 @@ def test_bench_writes_every_case_with_its_origin(tmp_path, num_ranks):
     for result in record["results"]:
         assert result["num_ranks"] == num_ranks
         assert 0 < result["limit_us"] and 0 < result["median_us"] <= result["p99_us"]
+        assert result["link_share"] == 0.0  # a CPU's links are not known
         assert result["error"] <= bench.MAX_ERROR
     assert all(record[name] for name in ("device", "date", "commit", "torch", "peaks"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without GPU does")
-def test_backend_that_cannot_run_is_named_with_its_reason_and_fails(tmp_path, capsys):
+def test_backend_that_cannot_run_is_named_before_anything_is_measured(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(bench, "device_peaks", None)  # nobody asks
     path = tmp_path / "bench.json"
     words = ["--tokens", "1", "--iterations", "1", "--backend", "mega", "--json", str(path)]
     assert cli.main(["bench", *words]) == 1
     record = json.loads(path.read_text())
     assert record["results"] == []
     assert record["skipped"][0]["backend"] == "mega"
-    assert "not run: mega" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "not run: mega" in said and "nothing can run" in said
 
 
 def test_plot_draws_every_series(tmp_path):
@@ -168,7 +205,8 @@ def test_cpu_ratio_fails_above_its_limit(monkeypatch, capsys, layer_s, exit_code
 def test_gpu_bench_checks_values_and_stays_under_the_peaks(tmp_path):
     path = tmp_path / "bench.json"
     words = ["--tokens", "8", "--backend", "auto", "split-torch", "--json", str(path)]
-    assert cli.main(["bench", *words, "--geometry", "qwen3"]) == 0
+    words += ["--geometry", "qwen3", "--graph", "--eager", "--stages"]
+    assert cli.main(["bench", *words]) == 0
     for result in json.loads(path.read_text())["results"]:
         assert 0 < result["memory_share"] < 1
         assert 0 < result["matmul_share"] < 1

@@ -1,0 +1,68 @@
+"""Layers of random weights and tokens, for measuring: every rank makes its own part.
+
+Letters: T tokens of a rank, K slots, H hidden.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from moe_ep.comm.errors import MoEEpConfigError
+from moe_ep.comm.group import EpGroup
+from moe_ep.inputs import MoEInputs
+from moe_ep.launch.geometries import geometry
+from moe_ep.megakernel.problem import MoEShape, owned_experts
+from moe_ep.weights import MoEWeights
+
+
+def shard_shape(name: str, experts_per_rank: int | None, num_ranks: int) -> MoEShape:
+    """The geometry, or its shard: `experts_per_rank` experts on each rank, the same top-k."""
+    shape = geometry(name)
+    if experts_per_rank is None:
+        return shape
+    num_experts = experts_per_rank * num_ranks
+    if not shape.top_k <= num_experts <= shape.num_experts:
+        raise MoEEpConfigError(
+            f"--experts-per-rank {experts_per_rank} on {num_ranks} ranks makes {num_experts} "
+            f"experts; allowed for {name}: {shape.top_k} to {shape.num_experts}"
+        )
+    return replace(shape, num_experts=num_experts)
+
+
+def random_weights(shape: MoEShape, fmt: str, group: EpGroup) -> MoEWeights:
+    """This rank's experts with normal entries; activations keep the size of the tokens."""
+    ids = owned_experts(shape.num_experts, group.num_ranks, group.rank)
+    generator = torch.Generator(group.device).manual_seed(1 + group.rank)
+
+    def normal(rows: int, cols: int) -> torch.Tensor:
+        w = torch.empty(len(ids), rows, cols, dtype=torch.bfloat16, device=group.device)
+        return w.normal_(std=cols**-0.5, generator=generator)
+
+    dense = MoEWeights.from_dense(
+        normal(shape.fc1_rows, shape.hidden),
+        normal(shape.hidden, shape.intermediate),
+        is_gated=shape.activation.is_gated,
+    )
+    weights = dense if fmt == "bf16" else dense.quantize(fmt)
+    return replace(
+        weights,
+        num_experts=shape.num_experts,
+        expert_ids=tuple(ids),
+        rank=group.rank,
+        num_ranks=group.num_ranks,
+    )
+
+
+def random_inputs(
+    shape: MoEShape, num_tokens: int, group: EpGroup, *, is_skewed: bool = False
+) -> MoEInputs:
+    """Normal tokens, uniform routing: K different experts for each token. Skewed: every second
+    token has expert 0 among them."""
+    generator = torch.Generator(group.device).manual_seed(1000 * num_tokens + group.rank)
+    device = group.device
+    x_TH = torch.randn(num_tokens, shape.hidden, device=device, generator=generator)
+    scores_TE = torch.rand(num_tokens, shape.num_experts, device=device, generator=generator)
+    if is_skewed:
+        scores_TE[::2, 0] = 2.0
+    top = scores_TE.topk(shape.top_k, dim=-1)
+    return MoEInputs(x_TH.to(torch.bfloat16), top.indices, top.values.softmax(dim=-1))
