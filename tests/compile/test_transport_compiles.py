@@ -6,6 +6,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from sass import disassemble
 
+from moe_ep.megakernel.ping_pong import PingPongSpec, ping_pong_build
 from moe_ep.megakernel.transport_sm90 import NUM_THREADS, TransportSpec, transport_build
 from moe_ep.megakernel.workspace import Workspace
 
@@ -50,3 +51,9 @@ def test_unbounded_waits_read_no_clock_and_leave_no_record(tmp_path):
     bare = disassemble(transport_build(make_spec(2, is_bounded=False)), tmp_path)
     assert bounded.count("ATOMG.E.CAS", "ATOM.E.CAS") > 0
     assert bare.count("ATOMG.E.CAS", "ATOM.E.CAS") == 0
+
+
+def test_a_ping_pong_signals_and_waits_at_system_scope(tmp_path):
+    sass = disassemble(ping_pong_build(PingPongSpec(num_launched=2)), tmp_path)
+    assert sass.count("ST.E.STRONG.SYS", "STG.E.STRONG.SYS") > 0
+    assert sass.count("LD.E.STRONG.SYS", "LDG.E.STRONG.SYS") > 0

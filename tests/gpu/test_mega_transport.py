@@ -17,6 +17,7 @@ from moe_ep.comm.group import EpGroup
 from moe_ep.megakernel import protocol
 from moe_ep.megakernel.fused_transport import FusedTransport
 from moe_ep.megakernel.interpreter import make_plan
+from moe_ep.megakernel.ping_pong import PingPong
 from moe_ep.megakernel.problem import owned_experts
 from moe_ep.reference import combine_terms
 
@@ -349,3 +350,12 @@ def test_transports_of_one_geometry_share_a_workspace_in_turn():
         stages[seed % 2].run(random_ids(stages[0], seed), [CAPACITY, 3])
     for stage in stages:
         stage.transport.destroy()
+
+
+def test_a_flag_goes_to_and_fro_between_two_virtual_ranks():
+    ping_pong = PingPong(EpGroup.virtual(2))
+    for num_rounds in (1, 500, 500):
+        assert 0.1 < ping_pong.round_trip_us(num_rounds) < 1000
+    ping_pong.destroy()
+    with pytest.raises(MoEEpConfigError, match="between 2 ranks, the group has 4"):
+        PingPong(EpGroup.virtual(4))
