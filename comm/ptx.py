@@ -11,6 +11,10 @@ from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
+# L2 policies of a copy, as `createpolicy` makes them for all of its lines.
+EVICT_NORMAL = 0x1000000000000000
+EVICT_FIRST = 0x12F0000000000000
+
 
 def _asm(result, operands, text, constraints, loc, ip, *, pure=False):
     values = [operand.ir_value(loc=loc, ip=ip) for operand in operands]
@@ -228,13 +232,16 @@ def bulk_copy_g2s(
     src: Int64,
     num_bytes: Int32,
     mbarrier: Int32,
+    policy: int = EVICT_NORMAL,
     *,
     loc: ir.Location | None = None,
     ip: ir.InsertionPoint | None = None,
 ) -> None:
-    """cp.async.bulk global -> shared; completes `num_bytes` (a multiple of 16) on `mbarrier`."""
-    text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
-    _asm(None, [dst_smem, src, num_bytes, mbarrier], text, "r,l,r,r,~{memory}", loc, ip)
+    """cp.async.bulk global -> shared; completes `num_bytes` (a multiple of 16) on `mbarrier`.
+    `policy`: what L2 does with the lines."""
+    name = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+    operands = [dst_smem, src, num_bytes, mbarrier, Int64(policy)]
+    _asm(None, operands, f"{name} [$0], [$1], $2, [$3], $4;", "r,l,r,r,l,~{memory}", loc, ip)
 
 
 @dsl_user_op

@@ -19,6 +19,7 @@ from moe_ep.megakernel.protocol import Phase
 from moe_ep.megakernel.rank_view import RankInputs, RankView, Threads
 
 VECTOR_BYTES = 16
+VECTORS_PER_LINE = 8  # of L2
 SLOTS_IN_FLIGHT = 16  # terms of a thread, 16 bytes each
 
 
@@ -86,6 +87,26 @@ class Combine:
                 if positions[i] < num_vectors:
                     target = inputs.out + Int64(positions[i]) * VECTOR_BYTES
                     ptx.st_global(target, sum_slots(*loaded[i]))
+
+    @cute.jit
+    def prefetch(self, view: RankView, inputs: RankInputs, storage, threads: Threads):
+        """All threads, before `drain`: into L2 what `reduce` reads first. Weights have streamed
+        through L2 since it was written."""
+        layout = self.dispatch.layout
+        vectors_per_token = layout.hidden // 8
+        num_tokens = (storage.token_base.data_ptr() + 1).load()
+        vector = view.cta * threads.num_threads + threads.idx
+        if vector < num_tokens * vectors_per_token:
+            token = vector // vectors_per_token
+            first_slot = Int64(token * layout.top_k)
+            ptx.prefetch_l2(inputs.topk_weights + first_slot * 4)
+            ptx.prefetch_l2(
+                inputs.topk_ids + first_slot * (8 if self.dispatch.ids_are_int64 else 4)
+            )
+            if threads.idx % VECTORS_PER_LINE == 0:
+                terms = view.address("terms") + Int64(vector % vectors_per_token) * VECTOR_BYTES
+                for k in cutlass.range_constexpr(layout.top_k):
+                    ptx.prefetch_l2(terms + (first_slot + k) * self.dispatch.row_bytes)
 
     @cute.jit
     def load_terms(self, view: RankView, inputs: RankInputs, vector: Int32):

@@ -24,7 +24,7 @@ import cutlass.utils.hopper_helpers as sm90_helpers
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from moe_ep.comm.ptx import bulk_copy_g2s, fma_rn
+from moe_ep.comm.ptx import EVICT_FIRST, bulk_copy_g2s, fma_rn
 from moe_ep.megakernel.formats import BLOCK_TILES, TILE_COLS, TILE_FORMATS, TILE_ROWS
 from moe_ep.megakernel.knobs import KernelKnobs
 from moe_ep.megakernel.schedule import TOKEN_STEP
@@ -146,11 +146,12 @@ class MainloopSm90:
                 full = (bars + stage).toint()
                 target = ring + stage * (4 * self.stage_words)
                 cute.arch.mbarrier_arrive_and_expect_tx(bars + stage, num_bytes)
-                bulk_copy_g2s(target, source, Int32(self.slice_bytes), full)
+                bulk_copy_g2s(target, source, Int32(self.slice_bytes), full, EVICT_FIRST)
                 if const_expr(self.slices_per_item == 2):
                     if num_slices == 2:
                         bulk_copy_g2s(
-                            target + self.slice_bytes, second, Int32(self.slice_bytes), full
+                            *(target + self.slice_bytes, second, Int32(self.slice_bytes), full),
+                            EVICT_FIRST,
                         )
             source += BLOCK_TILES * self.fmt.tile_bytes
             second += BLOCK_TILES * self.fmt.tile_bytes

@@ -249,6 +249,10 @@ class MegaMoESm90:
             out=out + tokens * self.dispatch.row_bytes,
             num_tokens=num_tokens,
         )
+        # The first cold reads, together: ids delay the weights, and x would come behind those.
+        prefetch(inputs.topk_ids, num_tokens * (layout.top_k * id_bytes), thread_idx)
+        line = cta_idx % ctas_per_rank * self.knobs.num_threads + thread_idx
+        prefetch(inputs.x, num_tokens * self.dispatch.row_bytes, line)
         step = load_step(rank_local, layout.offsets["step"])
         view = RankView(
             layout=layout,
@@ -328,6 +332,7 @@ class MegaMoESm90:
                     barrier_id=NAME_BROUGHT, number_of_threads=self.num_math_threads + WARP_SIZE
                 )
                 view.mark(Moment.WORKED, threads)
+                self.combine.prefetch(view, inputs, shared.dispatch, threads)
                 self.combine.drain(view, shared.dispatch, threads)
                 view.mark(Moment.DRAINED, threads)
                 self.combine.reduce(view, inputs, shared.dispatch, threads)
@@ -357,13 +362,6 @@ class MegaMoESm90:
         """All threads: phases A to C up to what the CTA needs to know of its rank's experts."""
         threads = Threads(thread_idx, self.knobs.num_threads, 0)
         view.mark(Moment.STARTED, threads)
-        # Nothing but these cold reads delays the weights, so they start together.
-        num_slots = inputs.num_tokens * self.layout.top_k
-        prefetch(inputs.topk_ids, num_slots * (8 if self.spec.ids_are_int64 else 4), thread_idx)
-        # Needed later, but not behind all those weights.
-        line = view.cta * self.knobs.num_threads + thread_idx
-        prefetch(inputs.topk_weights, num_slots * 4, line)
-        prefetch(inputs.x, inputs.num_tokens * self.dispatch.row_bytes, line)
         if thread_idx == 0:
             self.dispatch.init(storage)
         load_peers(view.peers, heaps, self.layout.num_ranks, threads)
