@@ -11,8 +11,8 @@ from moe_ep.megakernel.knobs import MAX_LOCAL_EXPERTS, KernelKnobs
 from moe_ep.megakernel.mega_moe import fit_spec, make_buckets, make_layout
 from moe_ep.megakernel.problem import MoEShape, owned_experts
 
-# Why the kernel is not offered to layers at all; None once tests/gpu/test_mega_layer.py has passed.
-PENDING: str | None = "the mega kernel has run on a GPU by itself, but not yet behind a layer"
+# Why the kernel is not offered to layers at all, for tests of what a layer does without it.
+PENDING: str | None = None
 
 
 def layer_misfit(

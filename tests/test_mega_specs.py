@@ -113,16 +113,11 @@ def reason(shape: MoEShape, config: MegaConfig | None = None, **division) -> str
     return mega_limits.layer_misfit(shape, "nvfp4", config or MegaConfig(), **division)
 
 
-@pytest.fixture
-def offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mega_limits, "PENDING", None)
+def test_it_can_be_kept_from_layers(monkeypatch):
+    monkeypatch.setattr(mega_limits, "PENDING", "not today")
+    assert reason(make_shape()) == "not today"
 
 
-def test_a_layer_is_not_offered_it_before_it_ran_there():
-    assert "not yet behind a layer" in reason(make_shape())
-
-
-@pytest.mark.usefixtures("offered")
 def test_several_ranks_need_nvshmem(monkeypatch):
     monkeypatch.setattr(mega_limits, "find_spec", lambda name: None)
     assert "nvshmem4py" in reason(make_shape(), num_ranks=2)
@@ -131,7 +126,6 @@ def test_several_ranks_need_nvshmem(monkeypatch):
     assert reason(make_shape(), num_ranks=2) is None
 
 
-@pytest.mark.usefixtures("offered")
 def test_each_limit_is_named_at_one_past_it():
     assert reason(make_shape(num_experts=MAX_LOCAL_EXPERTS)) is None
     assert "at most 384" in reason(make_shape(num_experts=MAX_LOCAL_EXPERTS + 1))
