@@ -15,7 +15,7 @@ from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.weight_checks import BadScaleError
 from moe_ep.weights import MoEWeights
 
-_BYTES_PER_CHUNK = 1 << 19  # stays in cache
+_BYTES_PER_CHUNK = 1 << 15  # stays in cache; above, torch would wake its threads for each
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ The oracle is `checkpoint_files`: values in FP64 by the formats' definitions, an
 import dataclasses
 import json
 import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -432,6 +434,15 @@ def test_peak_memory_is_the_rank_s_part_and_one_tensor(tmp_path):
     thread.join()
     one_tensor = 2 * 2048 * 2048 * 2
     assert peak - before <= 1.3 * weights.num_bytes + one_tensor
+
+
+@pytest.mark.parametrize("fmt", ["hf", "deepseek_fp8"])
+def test_the_measurement_of_half_a_checkpoint_runs(fmt):
+    script = Path(__file__).parent.parent / "scripts" / "bench_load.py"
+    command = [sys.executable, script, "--gib", "0.1", "--format", fmt]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "asked for 1.000 x its own bytes" in done.stdout
 
 
 def resident_bytes() -> int:
