@@ -1,17 +1,22 @@
 """`moe-ep bench --comm`: what moving tokens to their experts and terms back takes, without GEMMs.
 
-    torch   `TorchTransport`, all-to-all over torch.distributed; several ranks
-    fused   the mega kernel's dispatch and combine as a kernel of their own; GPUs. Its terms are the
-            tokens themselves; combine is what the round trip takes more than the dispatch
+    torch        `TorchTransport`, all-to-all over torch.distributed; several ranks, never a graph
+    fused        the mega kernel's dispatch and combine as a kernel of their own; GPUs. Its terms
+                 are the tokens themselves
+    nccl-ep-ll   NCCL-EP low latency, rank-major; several GPUs. A rank sends one row for each token
+    nccl-ep-ht   NCCL-EP high throughput, flat; the same
 
-Ranks start together and the slowest counts, as in `timing.py`; wrong values end the bench. GB/s
-count what a rank sends and receives on average, BF16: a token once for each rank that it goes to
-(dispatch), a term for each slot (combine).
+Ranks start together and the slowest counts, as in `timing.py`; wrong values end the bench. Combine
+is what the round trip takes more than the dispatch. GB/s count what a rank sends to other ranks,
+BF16, on average: a token once for each rank that it goes to (dispatch); what comes back is a term
+for each slot, with NCCL-EP a row for each rank (combine). Between two GPUs a flag is also sent to
+and fro.
 """
 
 import argparse
 import functools
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -20,60 +25,110 @@ import torch.distributed as dist
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.comm.group import EpGroup
 from moe_ep.comm.liveness import Liveness
+from moe_ep.comm.nccl_ep_limits import capacity_misfit, layer_misfit, library_misfit
 from moe_ep.comm.torch_transport import TorchTransport
 from moe_ep.comm.transport import Outgoing
+from moe_ep.config import NCCL_EP_LAYOUTS
 from moe_ep.inputs import MoEInputs
 from moe_ep.launch.bench_report import git_commit
-from moe_ep.launch.geometries import geometry
-from moe_ep.launch.random_layer import random_inputs
+from moe_ep.launch.random_layer import random_inputs, shard_shape
 from moe_ep.launch.timing import all_reduce, time_call
 from moe_ep.megakernel.problem import MoEShape, owned_experts
 from moe_ep.reference import combine_terms
 
 TIMEOUT_S = 60.0
 LAYER_ID = 0  # layers count from 1
+PING_PONG_ROUNDS = 1000
 
 
 @dataclass(frozen=True)
 class CommResult:
-    """One transport and number of tokens per rank; microseconds of the slowest rank, medians."""
+    """One transport and number of tokens per rank; microseconds of the slowest rank, medians.
+
+    None: combine, where the round trip was no longer than the dispatch (the host was slower)
+    """
 
     transport: str
+    is_graph: bool
     num_ranks: int
     tokens_per_rank: int
     dispatch_us: float
-    combine_us: float
+    combine_us: float | None
     round_us: float
     round_p99_us: float
     dispatch_gb_s: float
-    combine_gb_s: float
+    combine_gb_s: float | None
+    round_gb_s: float
 
 
-def run(args: argparse.Namespace, group: EpGroup) -> list[CommResult]:
+@dataclass(frozen=True)
+class Report:
+    """`left_out`: transport -> why; `ping_pong_us`: a round trip of a flag, between two GPUs."""
+
+    results: list[CommResult]
+    left_out: dict[str, str]
+    ping_pong_us: float | None
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What all ranks send to other ranks.
+
+    num_tokens   a token once for each such rank
+    num_terms    slots whose expert is on such a rank
+    """
+
+    num_tokens: int
+    num_terms: int
+
+
+def run(args: argparse.Namespace, group: EpGroup) -> Report:
     """Every transport that can run on `group`, for every number of tokens. Collective."""
     name, *others = args.geometry
     if others:
         raise MoEEpConfigError(f"--comm takes one --geometry, got {' '.join(args.geometry)}")
-    shape = geometry(name)
+    shape = shard_shape(name, args.experts_per_rank, group.num_ranks)
     if shape.num_experts < group.num_ranks:
         raise MoEEpConfigError(f"{name} has too few experts for {group.num_ranks} ranks")
-    results = []
-    for num_tokens in args.tokens:
-        inputs = random_inputs(shape, num_tokens, group)
-        if group.num_ranks > 1:
-            results.append(bench_torch(args, shape, inputs, group))
-        if group.device.type == "cuda":
-            results.append(bench_fused(args, shape, inputs, group))
-    if not results:
+    is_cuda, is_several = group.device.type == "cuda", group.num_ranks > 1
+    if not (is_cuda or is_several):
         raise MoEEpConfigError(
             "--comm on one CPU process has nothing to move; allowed: --ranks 2 or more, or a GPU"
         )
-    return results
+    benches, left_out = {}, {}
+    if is_several:
+        benches["torch"] = bench_torch
+    if is_cuda:
+        benches["fused"] = bench_fused
+    for mode in NCCL_EP_LAYOUTS if is_cuda and is_several else ():
+        misfit = nccl_ep_misfit(mode, shape, max(args.tokens), group)
+        if misfit is None:
+            benches[f"nccl-ep-{mode}"] = functools.partial(bench_nccl_ep, mode)
+        else:
+            left_out[f"nccl-ep-{mode}"] = misfit
+    results = []
+    for num_tokens in args.tokens:
+        inputs = random_inputs(shape, num_tokens, group)
+        traffic = count_traffic(shape, inputs, group)
+        for transport, bench in benches.items():
+            times, num_back = bench(args, shape, inputs, group, traffic)
+            is_graph = args.graph and transport != "torch"
+            results.append(
+                make_result(transport, is_graph, shape, inputs, group, times, traffic, num_back)
+            )
+    ping_pong_us = None
+    if is_cuda and group.num_ranks == 2:
+        ping_pong_us = time_ping_pong(group)
+    return Report(results, left_out, ping_pong_us)
+
+
+Times = dict[str, torch.Tensor]  # "dispatch" and "round": microseconds of each call
 
 
 def bench_torch(
-    args: argparse.Namespace, shape: MoEShape, inputs: MoEInputs, group: EpGroup
-) -> CommResult:
+    args: argparse.Namespace, shape: MoEShape, inputs: MoEInputs, group: EpGroup, traffic: Traffic
+) -> tuple[Times, int]:
+    """Times, and the rows that all ranks send back to other ranks; as every function here."""
     owner_E = owners(shape, group)
     transport = TorchTransport(
         group,
@@ -84,12 +139,11 @@ def bench_torch(
         owner_E=owner_E,
         timeout_s=TIMEOUT_S,
     )
-    num_tokens = len(inputs.hidden_states)
     outgoing = Outgoing(
         x_TH=inputs.hidden_states,
         topk_ids_TK=inputs.topk_ids,
         topk_weights_TK=inputs.topk_weights,
-        bound=num_tokens,
+        bound=len(inputs.hidden_states),
     )
     received = transport.dispatch(outgoing)
     token_idx = (owner_E[received.topk_ids_NK.long()] == group.rank).nonzero()[:, 0]
@@ -100,21 +154,17 @@ def bench_torch(
     def round_trip() -> None:
         transport.combine(rows, transport.dispatch(outgoing))
 
-    steps = {
-        "dispatch": lambda: transport.dispatch(outgoing),
-        "combine": lambda: transport.combine(rows, received),
-        "round": round_trip,
-    }
     times = {
-        name: 1e6 * time_call(step, group, args.iterations, False) for name, step in steps.items()
+        "dispatch": microseconds(lambda: transport.dispatch(outgoing), group, args, False),
+        "round": microseconds(round_trip, group, args, False),
     }
     transport.destroy()
-    return make_result("torch", shape, inputs, group, times)
+    return times, traffic.num_terms
 
 
 def bench_fused(
-    args: argparse.Namespace, shape: MoEShape, inputs: MoEInputs, group: EpGroup
-) -> CommResult:
+    args: argparse.Namespace, shape: MoEShape, inputs: MoEInputs, group: EpGroup, traffic: Traffic
+) -> tuple[Times, int]:
     from moe_ep.megakernel.fused_transport import FusedTransport  # needs CuTe DSL
 
     device, num_tokens = group.device, len(inputs.hidden_states)
@@ -137,14 +187,93 @@ def bench_fused(
             timeout_s=TIMEOUT_S,
         )
         step = functools.partial(transport.forward, *arguments)
-        times[name] = 1e6 * time_call(step, group, args.iterations, args.graph)
+        times[name] = microseconds(step, group, args, args.graph)
         transport.check()
         transport.destroy()
     terms_TKH = inputs.hidden_states[:, None].expand(-1, shape.top_k, -1)
     expected_TH = combine_terms(terms_TKH, inputs.topk_ids, inputs.topk_weights)
     check_equal("fused", out_TH, expected_TH)
-    times["combine"] = (times["round"].median() - times["dispatch"].median()).reshape(1)
-    return make_result("fused", shape, inputs, group, times)
+    return times, traffic.num_terms
+
+
+def bench_nccl_ep(
+    mode: str,
+    args: argparse.Namespace,
+    shape: MoEShape,
+    inputs: MoEInputs,
+    group: EpGroup,
+    traffic: Traffic,
+) -> tuple[Times, int]:
+    from moe_ep.comm.nccl_ep import NcclEpSpec, NcclEpTransport  # needs nccl.ep when built
+
+    num_tokens = len(inputs.hidden_states)
+    spec = NcclEpSpec(
+        mode=mode,
+        layout=NCCL_EP_LAYOUTS[mode][0],
+        hidden=shape.hidden,
+        top_k=shape.top_k,
+        num_experts=shape.num_experts,
+        num_ranks=group.num_ranks,
+        max_tokens_per_rank=num_tokens,
+    )
+    transport = NcclEpTransport(group, spec, TIMEOUT_S)
+    x_TH, ids_TK = inputs.hidden_states, inputs.topk_ids.long()
+    out_TH = torch.empty_like(x_TH)
+
+    def dispatch() -> torch.Tensor:
+        return transport.dispatch(x_TH, ids_TK, inputs.topk_weights).x_NH
+
+    def round_trip() -> None:
+        transport.combine(dispatch(), out_TH)
+
+    round_trip()
+    times = {"round": microseconds(round_trip, group, args, args.graph)}
+    # One row came back from each rank that a token went to: the token itself.
+    num_rows_T1 = destinations(shape, inputs, group).sum(1, keepdim=True)
+    check_equal(f"nccl-ep-{mode}", out_TH, (x_TH.float() * num_rows_T1).bfloat16())
+    rows_NH = dispatch()
+    times["dispatch"] = microseconds(
+        dispatch, group, args, args.graph, before=lambda: transport.combine(rows_NH, out_TH)
+    )
+    transport.combine(rows_NH, out_TH)
+    torch.cuda.synchronize(group.device)
+    transport.destroy()
+    return times, traffic.num_tokens
+
+
+def nccl_ep_misfit(mode: str, shape: MoEShape, max_tokens: int, group: EpGroup) -> str | None:
+    kind = mode, NCCL_EP_LAYOUTS[mode][0]
+    return (
+        layer_misfit(
+            *kind,
+            hidden=shape.hidden,
+            top_k=shape.top_k,
+            num_experts=shape.num_experts,
+            num_ranks=group.num_ranks,
+        )
+        or capacity_misfit(*kind, max_tokens_per_rank=max_tokens, top_k=1)
+        or library_misfit()
+    )
+
+
+def time_ping_pong(group: EpGroup) -> float:
+    from moe_ep.megakernel.ping_pong import PingPong  # needs CuTe DSL
+
+    ping_pong = PingPong(group, TIMEOUT_S)
+    ping_pong.round_trip_us(PING_PONG_ROUNDS)
+    slowest = torch.tensor(ping_pong.round_trip_us(PING_PONG_ROUNDS), device=group.device)
+    ping_pong.destroy()
+    return float(all_reduce(slowest, dist.ReduceOp.MAX, group))
+
+
+def microseconds(
+    step: Callable[[], object],
+    group: EpGroup,
+    args: argparse.Namespace,
+    use_graph: bool,
+    before: Callable[[], object] | None = None,
+) -> torch.Tensor:
+    return 1e6 * time_call(step, group, args.iterations, use_graph, before=before)
 
 
 def owners(shape: MoEShape, group: EpGroup) -> torch.Tensor:
@@ -157,6 +286,22 @@ def owners(shape: MoEShape, group: EpGroup) -> torch.Tensor:
     return torch.tensor(owners, device=group.device)
 
 
+def destinations(shape: MoEShape, inputs: MoEInputs, group: EpGroup) -> torch.Tensor:
+    """int64 [T, R]: 1 where a token goes to a rank."""
+    is_sent_TR = torch.zeros(
+        len(inputs.topk_ids), group.num_ranks, dtype=torch.int64, device=group.device
+    )
+    return is_sent_TR.scatter_(1, owners(shape, group)[inputs.topk_ids.long()], 1)
+
+
+def count_traffic(shape: MoEShape, inputs: MoEInputs, group: EpGroup) -> Traffic:
+    is_sent_TR = destinations(shape, inputs, group)
+    is_sent_TR[:, group.rank] = 0
+    num_terms = (owners(shape, group)[inputs.topk_ids.long()] != group.rank).sum()
+    counts = torch.stack([is_sent_TR.sum(), num_terms])
+    return Traffic(*all_reduce(counts, dist.ReduceOp.SUM, group).tolist())
+
+
 def check_equal(transport: str, got: torch.Tensor, expected: torch.Tensor) -> None:
     if not torch.equal(got.view(torch.int16), expected.contiguous().view(torch.int16)):
         raise RuntimeError(f"{transport} transport: wrong values, so that no time means anything")
@@ -164,52 +309,58 @@ def check_equal(transport: str, got: torch.Tensor, expected: torch.Tensor) -> No
 
 def make_result(
     name: str,
+    is_graph: bool,
     shape: MoEShape,
     inputs: MoEInputs,
     group: EpGroup,
-    times: dict[str, torch.Tensor],
+    times: Times,
+    traffic: Traffic,
+    num_rows_back: int,
 ) -> CommResult:
-    """`times`: microseconds of each call, of "dispatch", "combine" and "round"."""
-    is_sent_TR = torch.zeros(
-        len(inputs.topk_ids), group.num_ranks, dtype=torch.int64, device=group.device
-    ).scatter_(1, owners(shape, group)[inputs.topk_ids.long()], 1)
-    rows = torch.stack([is_sent_TR.sum(), torch.tensor(inputs.topk_ids.numel()).to(group.device)])
-    all_reduce(rows, dist.ReduceOp.SUM, group)
-    dispatch_bytes, combine_bytes = (rows.double() / group.num_ranks * 2 * shape.hidden).tolist()
-    medians = {step: float(us.median()) for step, us in times.items()}
+    row_bytes = 2 * shape.hidden / group.num_ranks
+    out_bytes, back_bytes = traffic.num_tokens * row_bytes, num_rows_back * row_bytes
+    dispatch_us, round_us = float(times["dispatch"].median()), float(times["round"].median())
+    combine_us = round_us - dispatch_us if round_us > dispatch_us else None
     return CommResult(
         transport=name,
+        is_graph=is_graph,
         num_ranks=group.num_ranks,
         tokens_per_rank=len(inputs.hidden_states),
-        dispatch_us=medians["dispatch"],
-        combine_us=medians["combine"],
-        round_us=medians["round"],
+        dispatch_us=dispatch_us,
+        combine_us=combine_us,
+        round_us=round_us,
         round_p99_us=float(times["round"].quantile(0.99)),
-        dispatch_gb_s=dispatch_bytes / medians["dispatch"] / 1e3,
-        combine_gb_s=combine_bytes / medians["combine"] / 1e3,
+        dispatch_gb_s=out_bytes / dispatch_us / 1e3,
+        combine_gb_s=back_bytes / combine_us / 1e3 if combine_us else None,
+        round_gb_s=(out_bytes + back_bytes) / round_us / 1e3,
     )
 
 
-def report(args: argparse.Namespace, results: list[CommResult]) -> None:
+def report(args: argparse.Namespace, found: Report) -> None:
     """One line a case; all of it as JSON where asked for."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None)
-    fields = list(asdict(results[0]))
-    for field in fields:
+    for field in asdict(found.results[0]):
         table.add_column(field.replace("_", " "), justify="right")
-    for result in results:
-        values = asdict(result).values()
-        table.add_row(*(f"{v:.1f}" if isinstance(v, float) else str(v) for v in values))
+    for result in found.results:
+        table.add_row(*map(cell, asdict(result).values()))
     console = Console()
-    console.width = max(console.width, 120)
+    console.width = max(console.width, 160)
     console.print(table)
+    for transport, reason in found.left_out.items():
+        console.print(f"not run: {transport}: {reason}", markup=False, highlight=False)
+    if found.ping_pong_us is not None:
+        console.print(f"a flag to the other GPU and back: {found.ping_pong_us:.2f} us")
     if args.json:
-        record = {
-            "commit": git_commit(),
-            "geometry": args.geometry[0],
-            "is_graph": args.graph,
-            "results": [asdict(result) for result in results],
-        }
+        record = {"commit": git_commit(), "geometry": args.geometry[0]} | asdict(found)
         args.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.1f}" if isinstance(value, float) else str(value)

@@ -19,20 +19,28 @@ NUM_WARM_CALLS = 10  # on a GPU, until clocks are up
 
 
 def time_call(
-    call: Callable[[], object], group: EpGroup, iterations: int, use_graph: bool
+    call: Callable[[], object],
+    group: EpGroup,
+    iterations: int,
+    use_graph: bool,
+    *,
+    before: Callable[[], object] | None = None,
 ) -> torch.Tensor:
     """Seconds of each call on the slowest rank, FP64 [iterations]. Collective.
 
     use_graph   replay a CUDA graph of the call; raises what the call raises in a capture
+    before      done ahead of each call and not timed
     """
+    before = before or (lambda: None)
     with torch.inference_mode():
         for _ in range(3):
+            before()
             call()
         if group.device.type == "cuda":
             timed = captured(call) if use_graph else call
-            seconds = _gpu_seconds(timed, group, iterations)
+            seconds = _gpu_seconds(timed, before, group, iterations)
         else:
-            seconds = _cpu_seconds(call, group, iterations)
+            seconds = _cpu_seconds(call, before, group, iterations)
     times = torch.tensor(seconds, dtype=torch.float64, device=group.device)
     return all_reduce(times, dist.ReduceOp.MAX, group).cpu()
 
@@ -66,7 +74,9 @@ def flush_buffer(device: torch.device) -> torch.Tensor:
     return torch.zeros(NUM_L2_FLUSHED * l2_bytes // 4, device=device)
 
 
-def _gpu_seconds(call: Callable[[], object], group: EpGroup, iterations: int) -> list[float]:
+def _gpu_seconds(
+    call: Callable[[], object], before: Callable[[], object], group: EpGroup, iterations: int
+) -> list[float]:
     flush = flush_buffer(group.device)
     flag = torch.zeros(1, device=group.device)
     num_calls = NUM_WARM_CALLS + iterations
@@ -74,6 +84,7 @@ def _gpu_seconds(call: Callable[[], object], group: EpGroup, iterations: int) ->
         [torch.cuda.Event(enable_timing=True) for _ in range(num_calls)] for _ in range(2)
     )
     for start, end in zip(starts, ends, strict=True):
+        before()
         flush.sum()
         all_reduce(flag, dist.ReduceOp.SUM, group)
         start.record()
@@ -84,11 +95,14 @@ def _gpu_seconds(call: Callable[[], object], group: EpGroup, iterations: int) ->
     return [start.elapsed_time(end) / 1e3 for start, end in pairs]
 
 
-def _cpu_seconds(call: Callable[[], object], group: EpGroup, iterations: int) -> list[float]:
+def _cpu_seconds(
+    call: Callable[[], object], before: Callable[[], object], group: EpGroup, iterations: int
+) -> list[float]:
     flush = torch.zeros(CPU_FLUSH_BYTES // 4)
     flag = torch.zeros(1)
     seconds = []
     for _ in range(iterations):
+        before()
         flush.sum()
         all_reduce(flag, dist.ReduceOp.SUM, group)
         start = time.perf_counter()
