@@ -2,18 +2,22 @@
 
 Needs CuTe DSL and no GPU: build an image, or fill a folder that many machines read, on any host
 of the GPU machines' CPU architecture. Cached kernels are found by shape, format, knobs, source and
-version of CuTe DSL, so the job must run this version of moe-ep.
+version of CuTe DSL, those of the mega kernel by ranks and capacity too, so the job must run this
+version of moe-ep and those numbers.
 """
 
 import argparse
 import dataclasses
+import itertools
 import time
 
 from moe_ep.comm.errors import MoEEpConfigError, MoEEpUnavailableError
-from moe_ep.launch.geometries import GEOMETRIES, geometry
+from moe_ep.launch.geometries import GEOMETRIES
+from moe_ep.launch.random_layer import shard_shape
 from moe_ep.megakernel.compile_cache import CACHE_DIR_VARIABLE, KernelBuild, cache_dir, compile_all
 from moe_ep.megakernel.grouped_gemm import GemmSpec
 from moe_ep.megakernel.knobs import KNOB_TABLE
+from moe_ep.megakernel.mega_moe import fit_spec, make_buckets, make_layout
 from moe_ep.megakernel.problem import (
     NAMED_ACTIVATIONS,
     WEIGHT_FORMATS,
@@ -21,11 +25,14 @@ from moe_ep.megakernel.problem import (
     owned_experts,
 )
 
+BACKENDS = ("split", "mega")
 
-def kernel_builds(
+
+def split_builds(
     shape: MoEShape, weights_format: str, *, num_ranks: int = 1, has_bias: bool = False
 ) -> list[KernelBuild]:
-    """Every kernel of one layer: permutation, FC1 and FC2 in each build of the table, combine.
+    """Every kernel of a layer over the split path: permutation, FC1 and FC2 in each build of the
+    table, combine.
 
     Where experts do not divide evenly over the ranks, for both numbers of local experts. Raises
     `MoEEpUnavailableError` where CuTe DSL is not installed.
@@ -65,11 +72,44 @@ def kernel_builds(
     return list(builds.values())
 
 
+def mega_builds(
+    shape: MoEShape,
+    weights_format: str,
+    *,
+    max_tokens_per_rank: int,
+    num_ranks: int = 1,
+    has_bias: bool = False,
+) -> list[KernelBuild]:
+    """Every kernel of a layer over the mega kernel: its buckets, for both dtypes of ids."""
+    buckets = make_buckets(weights_format, shape, max_tokens_per_rank, num_ranks)
+    layout = make_layout(shape, num_ranks, max_tokens_per_rank, buckets)
+    return [
+        fit_spec(
+            shape=shape,
+            layout=layout,
+            knobs=bucket.knobs,
+            weights_format=weights_format,
+            has_bias13=has_bias,
+            has_bias2=has_bias,
+            ids_are_int64=is_int64,
+        ).kernel_build()
+        for bucket in buckets
+        for is_int64 in (False, True)
+    ]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--geometry", nargs="+", choices=GEOMETRIES, required=True)
     parser.add_argument("--formats", nargs="+", choices=WEIGHT_FORMATS, default=["nvfp4"])
     parser.add_argument(
         "--ranks", nargs="+", type=int, default=[1], help="EP sizes; they give the local experts"
+    )
+    parser.add_argument(
+        "--experts-per-rank", type=int, help="shrink the layers as moe-ep bench does"
+    )
+    parser.add_argument("--backend", nargs="+", choices=BACKENDS, default=BACKENDS)
+    parser.add_argument(
+        "--max-tokens-per-rank", type=int, default=512, help="capacity, mega (default: 512)"
     )
     parser.add_argument("--activation", choices=NAMED_ACTIVATIONS, help="default: swiglu")
     parser.add_argument("--bias", action="store_true", help="FC1 and FC2 add a bias")
@@ -78,22 +118,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     counts = [("--ranks", num_ranks) for num_ranks in args.ranks]
+    counts.append(("--max-tokens-per-rank", args.max_tokens_per_rank))
     if args.jobs is not None:
         counts.append(("--jobs", args.jobs))
     for option, count in counts:
         if count < 1:
             raise MoEEpConfigError(f"{option} must be at least 1, got {count}")
     builds = {}
-    for name in args.geometry:
-        shape = geometry(name)
+    for name, weights_format, num_ranks in itertools.product(
+        args.geometry, args.formats, args.ranks
+    ):
+        shape = shard_shape(name, args.experts_per_rank, num_ranks)
         if args.activation:
             shape = dataclasses.replace(shape, activation=args.activation)
-        for weights_format in args.formats:
-            for num_ranks in args.ranks:
-                layer = kernel_builds(
-                    shape, weights_format, num_ranks=num_ranks, has_bias=args.bias
-                )
-                builds |= {build.symbol: build for build in layer}
+        division = {"num_ranks": num_ranks, "has_bias": args.bias}
+        layer = []
+        if "split" in args.backend:
+            layer += split_builds(shape, weights_format, **division)
+        if "mega" in args.backend:
+            tokens = args.max_tokens_per_rank
+            layer += mega_builds(shape, weights_format, max_tokens_per_rank=tokens, **division)
+        builds |= {build.symbol: build for build in layer}
     start = time.monotonic()
     num_compiled = compile_all(list(builds.values()), num_processes=args.jobs)
     print(

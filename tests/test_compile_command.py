@@ -6,10 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from moe_ep.comm.group import EpGroup
 from moe_ep.launch import compile as compile_command
 from moe_ep.launch.cli import main
 from moe_ep.launch.geometries import geometry
+from moe_ep.launch.random_layer import shard_shape
+from moe_ep.megakernel import workspace_memory
 from moe_ep.megakernel.grouped_gemm import GroupedGemm
+from moe_ep.megakernel.mega_moe import MegaMoE
 
 
 def needs_dsl() -> None:
@@ -37,7 +41,7 @@ def test_it_lists_the_grouped_gemms_that_a_layer_loads(weights_format, has_bias,
         has_bias2=has_bias,
         device="cpu",
     )
-    builds = compile_command.kernel_builds(shape, weights_format, num_ranks=8, has_bias=has_bias)
+    builds = compile_command.split_builds(shape, weights_format, num_ranks=8, has_bias=has_bias)
     symbols = {build.symbol for build in builds}
     assert {build.symbol for build in layer.kernel_builds()} <= symbols
     assert len(symbols) == len(builds) == len(layer.kernel_builds()) + 3
@@ -46,7 +50,7 @@ def test_it_lists_the_grouped_gemms_that_a_layer_loads(weights_format, has_bias,
 
 def test_experts_that_do_not_divide_give_two_sizes():
     needs_dsl()
-    builds = compile_command.kernel_builds(geometry("tiny"), "nvfp4", num_ranks=3)  # 6, 5, 5 of 16
+    builds = compile_command.split_builds(geometry("tiny"), "nvfp4", num_ranks=3)  # 6, 5, 5 of 16
     sizes = {build.config.num_local_experts for build in builds if build.name == "permute"}
     assert sizes == {5, 6}
 
@@ -63,10 +67,14 @@ def test_run_compiles_each_kernel_once_and_prints_where(monkeypatch, capsys, tmp
     monkeypatch.setattr(compile_command, "compile_all", compile_all)
     # Both geometries, both EP sizes: combine depends on neither format nor ranks.
     arguments = "compile --geometry tiny v3 --formats nvfp4 mxfp4 --ranks 1 2 --jobs 1"
+    arguments += " --max-tokens-per-rank 64"
     assert main(arguments.split()) == 0
     assert len({build.symbol for build in asked}) == len(asked)
     assert kernel_names(asked).count("combine") == 2
     assert kernel_names(asked).count("permute") == 2 * 2 * 2  # geometry, ranks, dtype of the ids
+    megas = [build.config for build in asked if build.name == "mega_moe"]
+    assert {spec.layout.num_ranks for spec in megas} == {1, 2}
+    assert {spec.layout.max_tokens_per_rank for spec in megas} == {64}
     out = capsys.readouterr().out
     assert str(tmp_path) in out and "5 compiled" in out
 
@@ -81,7 +89,26 @@ def test_without_cute_dsl_it_says_what_to_install(monkeypatch, capsys):
     assert "nvidia-cutlass-dsl" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--ranks", "--jobs"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_it_lists_the_mega_kernels_that_a_layer_loads(num_ranks, monkeypatch):
+    sms = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sms)
+    memory = SimpleNamespace(num_launched=1)
+    monkeypatch.setattr(workspace_memory, "acquire", lambda group, layout: memory)
+    group = EpGroup(rank=0, num_ranks=num_ranks, device=torch.device("cpu"))
+    shape = shard_shape("v3", 32, num_ranks)
+    layer = MegaMoE(group, shape, "nvfp4", max_tokens_per_rank=8192, has_bias2=True)
+    layer_without = MegaMoE(group, shape, "nvfp4", max_tokens_per_rank=8192)
+    builds = compile_command.mega_builds(
+        shape, "nvfp4", max_tokens_per_rank=8192, num_ranks=num_ranks
+    )
+    assert len(builds) == 6  # three builds, int32 and int64 ids
+    symbols = {build.symbol for build in builds}
+    assert symbols == {build.symbol for build in layer_without.kernel_builds()}
+    assert symbols.isdisjoint(build.symbol for build in layer.kernel_builds())
+
+
+@pytest.mark.parametrize("option", ["--ranks", "--jobs", "--max-tokens-per-rank"])
 @pytest.mark.parametrize("count", ["0", "-2"])
 def test_a_count_below_one_is_refused_before_anything_is_compiled(option, count, capsys):
     assert main(["compile", "--geometry", "tiny", option, count]) == 2

@@ -1,7 +1,9 @@
 """The layer over the mega kernel: the bits of the split layer, and a whole life on the device.
 
-One H200: pytest tests/gpu/test_mega_layer.py.
+One H200: pytest tests/gpu/test_mega_layer.py. Some 15 kernels are compiled on the way.
 """
+
+import functools
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from layer_cases import make_inputs, make_weights
 
-from moe_ep import MegaConfig, MoEEpLayer, MoEInputs, MoEShape, SplitConfig, mega_limits
+from moe_ep import MegaConfig, MoEEpLayer, MoEInputs, MoEShape, MoEWeights, SplitConfig
 from moe_ep.backends import supports
 from moe_ep.comm.errors import MoEEpConfigError, MoEEpStateError
 from moe_ep.config import GroupedGemmConfig, MegaKernelConfig
@@ -18,13 +20,17 @@ from moe_ep.config import GroupedGemmConfig, MegaKernelConfig
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 SHAPE = MoEShape(num_experts=16, top_k=4, hidden=512, intermediate=256)
-CAPACITY = 200
+CAPACITY = 120  # two builds: up to 95 tokens, and above
 SPLIT = SplitConfig(kernel=GroupedGemmConfig())
 
 
-def make_layer(backend, name: str = "nvfp4", seed: int = 0, **options) -> MoEEpLayer:
-    weights = make_weights(SHAPE, name, seed).to("cuda")
-    return MoEEpLayer(SHAPE, weights, max_tokens_per_rank=CAPACITY, backend=backend, **options)
+@functools.cache
+def weights_of(seed: int = 0) -> MoEWeights:
+    return make_weights(SHAPE, "bf16", seed).to("cuda").quantize("nvfp4")
+
+
+def make_layer(backend, seed: int = 0) -> MoEEpLayer:
+    return MoEEpLayer(SHAPE, weights_of(seed), max_tokens_per_rank=CAPACITY, backend=backend)
 
 
 def on_gpu(num_tokens: int, seed: int = 1) -> MoEInputs:
@@ -32,19 +38,16 @@ def on_gpu(num_tokens: int, seed: int = 1) -> MoEInputs:
     return MoEInputs(*(tensor.cuda() for tensor in vars(inputs).values()))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def offered():
-    """The layer is offered the kernel once these tests have passed."""
-    pending, mega_limits.PENDING = mega_limits.PENDING, None
-    yield
-    mega_limits.PENDING = pending
-
-
 @pytest.fixture(scope="module")
-def mega(offered) -> MoEEpLayer:
+def mega() -> MoEEpLayer:
     layer = make_layer(MegaConfig())
     layer.warmup()
     return layer
+
+
+@pytest.fixture(scope="module")
+def split() -> MoEEpLayer:
+    return make_layer(SPLIT)
 
 
 def test_auto_takes_it_and_says_so():
@@ -56,12 +59,11 @@ def test_auto_takes_it_and_says_so():
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 7, 64, CAPACITY])
-def test_bits_are_those_of_the_split_layer(mega, num_tokens):
-    inputs, split = on_gpu(num_tokens), make_layer(SPLIT)
+def test_bits_are_those_of_the_split_layer(mega, split, num_tokens):
+    inputs = on_gpu(num_tokens)
     expected = split.forward(inputs)
     assert torch.equal(mega.forward(inputs), expected)
     assert torch.equal(mega.forward(inputs, max_tokens=num_tokens), expected)
-    split.destroy()
 
 
 def test_any_strides_and_ids_of_64_bits_are_taken(mega):
@@ -89,8 +91,7 @@ def test_a_graph_needs_a_warm_layer_and_follows_new_weights():
         layer.forward(inputs, out=out)
     graph.replay()
     assert torch.equal(out, layer.forward(inputs))
-    other = make_weights(SHAPE, "nvfp4", seed=5).to("cuda")
-    layer.update_weights(other)
+    layer.update_weights(weights_of(seed=5))
     graph.replay()
     fresh = make_layer(MegaConfig(), seed=5)
     assert torch.equal(out, fresh.forward(inputs))
@@ -125,3 +126,19 @@ def test_fewer_sms_give_the_same_bits(mega):
     few = make_layer(MegaConfig(megakernel=MegaKernelConfig(max_sms=20)))
     assert torch.equal(few.forward(inputs), mega.forward(inputs))
     few.destroy()
+
+
+def test_layers_take_turns_in_one_workspace_on_two_streams(mega):
+    other = make_layer(MegaConfig(), seed=7)
+    inputs, streams = on_gpu(CAPACITY), [torch.cuda.Stream() for _ in range(2)]
+    expected = [layer.forward(inputs) for layer in (mega, other)]
+    torch.cuda.synchronize()
+    outs = []
+    for _ in range(20):
+        for layer, stream in zip((mega, other), streams, strict=True):
+            with torch.cuda.stream(stream):
+                outs.append(layer.forward(inputs))
+    torch.cuda.synchronize()
+    for i, out in enumerate(outs):
+        assert torch.equal(out, expected[i % 2])
+    other.destroy()
