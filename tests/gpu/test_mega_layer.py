@@ -1,9 +1,10 @@
 """The layer over the mega kernel: the bits of the split layer, and a whole life on the device.
 
-One H200: pytest tests/gpu/test_mega_layer.py. Some 15 kernels are compiled on the way.
+One H200: pytest tests/gpu/test_mega_layer.py. Six mega kernels are compiled first, on every core.
 """
 
 import functools
+import gc
 
 import pytest
 import torch
@@ -16,11 +17,14 @@ from moe_ep import MegaConfig, MoEEpLayer, MoEInputs, MoEShape, MoEWeights, Spli
 from moe_ep.backends import supports
 from moe_ep.comm.errors import MoEEpConfigError, MoEEpStateError
 from moe_ep.config import GroupedGemmConfig, MegaKernelConfig
+from moe_ep.launch.compile import mega_builds
+from moe_ep.megakernel.compile_cache import compile_all
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 SHAPE = MoEShape(num_experts=16, top_k=4, hidden=512, intermediate=256)
 CAPACITY = 120  # two builds: up to 95 tokens, and above
+FEW = 24  # capacity of one build
 SPLIT = SplitConfig(kernel=GroupedGemmConfig())
 
 
@@ -29,13 +33,20 @@ def weights_of(seed: int = 0) -> MoEWeights:
     return make_weights(SHAPE, "bf16", seed).to("cuda").quantize("nvfp4")
 
 
-def make_layer(backend, seed: int = 0) -> MoEEpLayer:
-    return MoEEpLayer(SHAPE, weights_of(seed), max_tokens_per_rank=CAPACITY, backend=backend)
+def make_layer(backend, seed: int = 0, capacity: int = CAPACITY) -> MoEEpLayer:
+    return MoEEpLayer(SHAPE, weights_of(seed), max_tokens_per_rank=capacity, backend=backend)
 
 
 def on_gpu(num_tokens: int, seed: int = 1) -> MoEInputs:
     inputs = make_inputs(SHAPE, num_tokens, seed, masked=0.1)
     return MoEInputs(*(tensor.cuda() for tensor in vars(inputs).values()))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> None:
+    """All of this module's mega kernels at once."""
+    builds = [mega_builds(SHAPE, "nvfp4", max_tokens_per_rank=n) for n in (CAPACITY, FEW)]
+    compile_all([build for few in builds for build in few])
 
 
 @pytest.fixture(scope="module")
@@ -142,3 +153,65 @@ def test_layers_take_turns_in_one_workspace_on_two_streams(mega):
     for i, out in enumerate(outs):
         assert torch.equal(out, expected[i % 2])
     other.destroy()
+
+
+def test_a_graph_follows_other_routing_and_fewer_tokens_on_any_stream(mega):
+    static = on_gpu(64, seed=2)
+    out, graph, stream = (
+        torch.empty_like(static.hidden_states),
+        torch.cuda.CUDAGraph(),
+        torch.cuda.Stream(),
+    )
+    with torch.cuda.graph(graph, stream=stream):
+        mega.forward(static, out=out)
+    for seed, num_tokens in enumerate([64, 1, 0, 33, 64], start=3):
+        inputs = on_gpu(num_tokens, seed)
+        expected = mega.forward(inputs)
+        for name, tensor in vars(inputs).items():
+            getattr(static, name)[:num_tokens] = tensor
+        static.topk_ids[num_tokens:] = -1
+        out.fill_(float("nan"))
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            graph.replay()
+        torch.cuda.current_stream().wait_stream(stream)
+        assert torch.equal(out[:num_tokens], expected), num_tokens
+        assert not out[num_tokens:].any(), num_tokens
+    mega.check()
+
+
+@pytest.mark.parametrize("first_to_go", [0, 1])
+def test_capacities_of_one_layer_have_the_same_bits_and_end_in_any_order(mega, first_to_go):
+    inputs = on_gpu(FEW, seed=8)
+    expected = mega.forward(inputs)
+    layers = [make_layer(MegaConfig(), capacity=n) for n in (FEW, CAPACITY)]
+    for _ in range(2):
+        for layer in layers:
+            assert torch.equal(layer.forward(inputs), expected)
+    layers.pop(first_to_go).destroy()
+    (left,) = layers
+    assert torch.equal(left.forward(inputs), expected)
+    left.destroy()
+    left.destroy()
+    with pytest.raises(MoEEpStateError, match="destroyed"):
+        left.forward(inputs)
+    assert torch.equal(mega.forward(inputs), expected)
+
+
+def requested_bytes() -> int:
+    """What tensors asked for; `memory_allocated` counts the allocator's larger blocks."""
+    gc.collect()
+    return torch.cuda.memory_stats()["requested_bytes.all.current"]
+
+
+def test_memory_is_what_it_says_and_all_of_it_is_given_back():
+    """A capacity of its own, so that no other layer shares the workspace."""
+    weights_of()
+    before = requested_bytes()
+    layer = make_layer(MegaConfig(), capacity=CAPACITY + 1)
+    told = sum(layer._backend.memory.values())
+    # The heap rounds the workspace up to 1 KiB; addresses and stamps are not worth a word.
+    assert 0 <= requested_bytes() - before - told < 16 * 1024
+    layer.destroy()
+    del layer
+    assert requested_bytes() == before
