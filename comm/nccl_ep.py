@@ -159,10 +159,10 @@ class NcclEpTransport:
     def dispatch(
         self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> ReceivedRows:
-        """Send tokens on the current stream. Collective; `combine` follows.
+        """Send tokens, at least one, on the current stream. Collective; `combine` follows.
 
         ids_TK   int64, negative (masked) or below E, none twice in a token; it, and weights_TK
-                 (FP32), stay as they are until the end of `combine`
+                 (FP32), stay as they are until the end of `combine`, which reads them again
 
         What comes back is overwritten by the next dispatch.
         """

@@ -4,23 +4,22 @@ NCCL-EP checks its limits by stopping the process, or while it compiles a kernel
 limits that the headers and checks of 0.1.0 state.
 """
 
+import ctypes
 import os
 import shutil
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
-
 LEAST_NCCL = (2, 30, 4)
 MAX_RANKS = 64
 MAX_LOCAL_EXPERTS = {"rank_major": 1024, "flat": 1024, "expert_major": 256}
 MAX_HIDDEN = 16384
-HIDDEN_MULTIPLE = {"ll": 256, "ht": 8}  # elements of BF16
+# Elements of BF16. "ll": in its combine each lane of a warp reads two vectors of 16 bytes at once.
+HIDDEN_MULTIPLE = {"ll": 512, "ht": 8}
 MAX_TOP_K = 32  # of "ht": a warp reads a token's slots
 HT_EXPERTS_MULTIPLE = 4
 HT_MAX_TOKENS_PER_RANK = 8192
-# "ll": each SM serves as many experts as it has warp groups; the groups share 32 warps, of which
-# one counts and one for each slot sends.
+# "ll": each SM serves as many experts as it has warp groups; the groups share 32 warps.
 LL_MAX_EXPERTS_PER_SM = 14
 WARPS = 32
 NUM_SMS = 132  # of an H100 or H200 SXM; asked of the GPU where there is one
@@ -46,14 +45,17 @@ def layer_misfit(
     if num_ranks > MAX_RANKS:
         found.append(f"at most {MAX_RANKS} ranks, got {num_ranks}")
     multiple = HIDDEN_MULTIPLE[mode]
-    if hidden % multiple or hidden > MAX_HIDDEN:
+    most_hidden, most_top_k, num_warps = MAX_HIDDEN, MAX_TOP_K, ll_num_warps(num_experts, num_sms)
+    if mode == "ll" and num_warps:
+        # One warp counts, the others send a slot each; one loads, the others add 512 elements each.
+        most_hidden, most_top_k = multiple * (num_warps - 1), num_warps - 1
+    if hidden % multiple or hidden > most_hidden:
         found.append(
-            f"a hidden that is a multiple of {multiple} and at most {MAX_HIDDEN}, got {hidden}"
+            f"a hidden that is a multiple of {multiple} and at most {most_hidden}, got {hidden}"
         )
-    most_top_k = MAX_TOP_K if mode == "ht" else ll_max_top_k(num_experts, num_sms)
-    if top_k > most_top_k > 0:
+    if top_k > most_top_k:
         found.append(f"a top_k of at most {most_top_k}, got {top_k}")
-    if mode == "ll" and most_top_k == 0:
+    if mode == "ll" and num_warps == 0:
         most = LL_MAX_EXPERTS_PER_SM * num_sms
         found.append(f"at most {most} experts on GPUs of {num_sms} SMs, got {num_experts}")
     if mode == "ht" and num_experts % HT_EXPERTS_MULTIPLE:
@@ -79,12 +81,12 @@ def capacity_misfit(mode: str, layout: str, *, max_tokens_per_rank: int, top_k: 
     return _sentence(mode, layout, [f"at most {HT_MAX_TOKENS_PER_RANK} rows of a rank, got {got}"])
 
 
-def ll_max_top_k(num_experts: int, num_sms: int) -> int:
-    """Most slots of a token in mode "ll"; 0 for more experts than it serves."""
+def ll_num_warps(num_experts: int, num_sms: int) -> int:
+    """Warps of an SM in mode "ll"; 0 for more experts than it serves."""
     experts_per_sm = -(-num_experts // num_sms)
     if experts_per_sm > LL_MAX_EXPERTS_PER_SM:
         return 0
-    return experts_per_sm * (WARPS // experts_per_sm) - 1
+    return experts_per_sm * (WARPS // experts_per_sm)
 
 
 def library_misfit() -> str | None:
@@ -93,11 +95,12 @@ def library_misfit() -> str | None:
         version("nccl-extensions")
     except PackageNotFoundError:
         return "nccl-extensions is not installed (pip install 'moe-ep[nccl-ep]')"
-    loaded = torch.cuda.nccl.version()
-    if loaded < LEAST_NCCL:
+    loaded = loaded_nccl()
+    if loaded is None or loaded < LEAST_NCCL:
+        found = "no NCCL" if loaded is None else f"NCCL {_dotted(loaded)}"
         return (
-            f"torch has loaded NCCL {_dotted(loaded)}, NCCL-EP needs {_dotted(LEAST_NCCL)} or "
-            "newer: install torch 2.14.1 or newer, or preload a newer libnccl.so.2"
+            f"torch has loaded {found}, NCCL-EP needs {_dotted(LEAST_NCCL)} or newer: install "
+            "torch 2.14.1 or newer, or preload a newer libnccl.so.2"
         )
     if _nvcc() is None:
         return (
@@ -105,6 +108,22 @@ def library_misfit() -> str | None:
             "or name it in NCCL_EP_JIT_NVCC"
         )
     return None
+
+
+def loaded_nccl() -> tuple[int, int, int] | None:
+    """Version of the NCCL in this process, None without one.
+
+    `torch.cuda.nccl.version()` tells the one that torch was built with, which a preloaded one
+    replaces.
+    """
+    try:
+        library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return None
+    number = ctypes.c_int()
+    library.ncclGetVersion(ctypes.byref(number))
+    rest, patch = divmod(number.value, 100)
+    return (*divmod(rest, 100), patch)
 
 
 def _local_experts_misfit(mode: str, layout: str, num_local_experts: int) -> list[str]:

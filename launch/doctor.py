@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ep.backends import supports
+from moe_ep.comm.nccl_ep_limits import loaded_nccl
 from moe_ep.launch.backends import BACKENDS
 from moe_ep.launch.geometries import geometry
 
@@ -137,7 +138,8 @@ def _nccl() -> Finding:
     enables = "several ranks on GPUs"
     if not (dist.is_available() and dist.is_nccl_available()):
         return Finding("NCCL", None, enables, 'pip install -e ".[gpu]"')
-    return Finding("NCCL", ".".join(map(str, torch.cuda.nccl.version())), enables)
+    loaded = loaded_nccl() or torch.cuda.nccl.version()  # linked into torch: what it was built with
+    return Finding("NCCL", ".".join(map(str, loaded)), enables)
 
 
 def _package(part: str, distribution: str, enables: str, extra: str) -> Finding:

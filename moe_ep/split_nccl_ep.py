@@ -239,11 +239,8 @@ class NcclEpSplit(DeviceBackend):
         except Exception as error:  # told to the other ranks, then raised
             refusal = error
         agree(self._group, {}, refusal, max(self._timeout_s, COMPILE_TIMEOUT_S), "NCCL-EP warmup")
-        top_k, device = self._shape.top_k, self.device
-        x_TH = torch.zeros(1, self._shape.hidden, dtype=torch.bfloat16, device=device)
-        masked_TK = torch.full((1, top_k), -1, device=device)
         with self.on_device():
-            self._launch(x_TH, masked_TK, torch.zeros(1, top_k, device=device), x_TH)
+            self._launch(*self._masked_token)
             torch.cuda.synchronize()
         self.is_warm = True
 
@@ -257,7 +254,10 @@ class NcclEpSplit(DeviceBackend):
     ) -> None:
         if not self.is_capturing():
             self._control.agree_on_call(bound)
-        self._launch(x_TH, ids_TK, weights_TK, out_TH)
+        if len(x_TH):
+            self._launch(x_TH, ids_TK, weights_TK, out_TH)
+        else:
+            self._launch(*self._masked_token)
 
     def refuse(self, reason: str) -> NoReturn:
         if self.is_capturing():  # where no rank can be told
@@ -299,6 +299,14 @@ class NcclEpSplit(DeviceBackend):
         if self._is_exact:
             self._terms_SH = torch.zeros(spec.capacity, spec.hidden, **rows)
             self._ones_S1 = torch.ones(spec.capacity, 1, device=device)
+        # Arguments of a call that brings no token: NCCL-EP takes no empty tensors.
+        slots = 1, self._shape.top_k
+        self._masked_token = (
+            torch.zeros(1, spec.hidden, **rows),
+            torch.full(slots, -1, device=device),
+            torch.zeros(slots, device=device),
+            torch.zeros(1, spec.hidden, **rows),
+        )
         # 1 + first slot whose id is no expert, on the device and as the host reads it.
         self._bad_slot = torch.zeros(1, dtype=torch.int32, device=device)
         self._found = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")

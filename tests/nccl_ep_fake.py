@@ -66,7 +66,7 @@ class Handle:
 
     def update(self, ids: torch.Tensor, *, layout_info: Bundle | None, stream: int) -> None:
         config = self.group.config
-        assert len(ids) <= config.max_dispatch_tokens_per_rank
+        assert 0 < len(ids) <= config.max_dispatch_tokens_per_rank
         for row in ids.tolist():
             used = [expert for expert in row if expert >= 0]
             assert len(set(used)) == len(used) and all(e < config.num_experts for e in used)
@@ -76,6 +76,7 @@ class Handle:
         self, inputs: Bundle, outputs: Bundle, *, layout_info: Bundle | None, stream: int
     ) -> None:
         assert len(inputs.tokens) == len(self.ids)
+        self.dispatched_ids = self.ids.clone()
         info = layout_info or self.info
         rows = outputs.tokens
         rows.fill_(float("nan"))
@@ -137,6 +138,7 @@ class Handle:
             info.expert_counters[expert] = row - first
 
     def combine(self, inputs: Bundle, outputs: Bundle, *, stream: int) -> None:
+        assert torch.equal(self.ids, self.dispatched_ids), "the handle reads ids until the combine"
         rows = inputs.tokens.reshape(-1, inputs.tokens.shape[-1])
         back = [(rank, token, rows[row].float(), row) for row, rank, token in self.sources]
         out = torch.zeros(outputs.tokens.shape)

@@ -1,9 +1,12 @@
 """What NCCL-EP cannot carry is said before anything is allocated: each limit at N and N + 1."""
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from moe_ep import MoEShape, SplitConfig, supports
 from moe_ep.comm import nccl_ep_limits
@@ -18,11 +21,12 @@ LAYER = dict(hidden=7168, top_k=8, num_experts=256, num_ranks=8)
         ("ll rank_major", dict(num_ranks=64), dict(num_ranks=65), "at most 64 ranks, got 65"),
         (
             "ll rank_major",
+            dict(hidden=2560),
             dict(hidden=2816),
-            dict(hidden=2880),
-            "a multiple of 256 and at most 16384, got 2880",
+            "a multiple of 512 and at most 15872, got 2816",
         ),
-        ("ll expert_major", dict(hidden=16384), dict(hidden=16640), "at most 16384, got 16640"),
+        ("ll expert_major", dict(hidden=15872), dict(hidden=16384), "at most 15872, got 16384"),
+        ("ht expert_major", dict(hidden=16384), dict(hidden=16392), "at most 16384, got 16392"),
         ("ht flat", dict(hidden=2880), dict(hidden=2884), "multiple of 8 and at most 16384, got"),
         ("ll rank_major", dict(top_k=31), dict(top_k=32), "a top_k of at most 31, got 32"),
         # Three experts on an SM: three groups of ten warps.
@@ -91,7 +95,7 @@ def library(monkeypatch, tmp_path):
     nvcc.write_text("#!/bin/sh\n")
     nvcc.chmod(0o755)
     monkeypatch.setattr(nccl_ep_limits, "version", lambda name: "0.1.0")
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 4))
+    monkeypatch.setattr(nccl_ep_limits, "loaded_nccl", lambda: (2, 30, 4))
     for name in ("NCCL_EP_JIT_NVCC", "NVCC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
@@ -103,8 +107,25 @@ def test_a_machine_with_all_parts_lacks_nothing(library):
 
 
 def test_an_old_nccl_is_named(library):
-    library.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+    library.setattr(nccl_ep_limits, "loaded_nccl", lambda: (2, 29, 7))
     assert "loaded NCCL 2.29.7, NCCL-EP needs 2.30.4" in nccl_ep_limits.library_misfit()
+    library.setattr(nccl_ep_limits, "loaded_nccl", lambda: None)
+    assert "loaded no NCCL, NCCL-EP needs 2.30.4" in nccl_ep_limits.library_misfit()
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_the_nccl_that_counts_is_the_one_in_the_process(tmp_path):
+    """torch may have been built with another one: a library is preloaded, and its version told."""
+    source = "int ncclGetVersion(int* version) { *version = 23107; return 0; }"
+    library = tmp_path / "libnccl.so.2"
+    build = ["cc", "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2", "-x", "c", "-", "-o", library]
+    subprocess.run(build, input=source, text=True, check=True)
+    ask = "from moe_ep.comm.nccl_ep_limits import loaded_nccl; print(loaded_nccl())"
+    environment = os.environ | {"LD_PRELOAD": str(library)}
+    done = subprocess.run(
+        [sys.executable, "-c", ask], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "(2, 31, 7)"
 
 
 def test_a_missing_compiler_is_named(library):
@@ -121,4 +142,4 @@ def test_supports_answers_with_the_limit():
     backend = SplitConfig(comm=NcclEpConfig(mode="ll"))
     answer = supports(shape, "bf16", backend, "cuda", num_ranks=2)
     assert not answer.ok
-    assert "multiple of 256 and at most 16384, got 2880" in answer.reason
+    assert "multiple of 512 and at most 15872, got 2880" in answer.reason
