@@ -1,11 +1,12 @@
 """Run the field cases (tests/field), each survivable: a table, JSON, and the README's rows.
 
-    python scripts/field_cases.py --json field.json --markdown field.md [--workers 6] [-k A26]
+    python scripts/field_cases.py --json field.json [--workers 6] [-k A26] [FILE ...]
+    python scripts/field_cases.py --from-json field.json more.json --markdown field.md
 
-Every file runs in child processes, several at a time on one GPU; timings run by themselves at the
-end. A case that is still running after --case-limit seconds, or that takes the process or the GPU's
-context with it, costs its child: the cases behind it go on in a new one. Exit code 1 unless every
-case passed or was skipped.
+Cases of one file and place go together, some at a time, in a child process; several children share
+a GPU. Files that time something run by themselves at the end. A case that is still running after
+--case-limit seconds, or that takes the process or the GPU's context with it, costs its child: the
+cases behind it go on in a new one. Exit code 1 unless every case passed or was skipped.
 """
 
 import argparse
@@ -20,8 +21,9 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -33,14 +35,23 @@ FOLDER = "tests/field"
 ALONE = ("test_perf.py",)  # files that time something
 START_LIMIT_S = 120.0  # of a child, until its first case
 LOST_CONTEXT = 3  # exit code of a child that cannot use its GPU any more
+CASES_OF_A_CHILD = 5
+NUM_ROWS = 92
+# Columns of the README's table.
+COLUMNS = {
+    "cpu": "CPU, 1-8 processes",
+    "split": "split, one GPU",
+    "mega": "mega, one GPU",
+    "gpus": "several GPUs",
+}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one test: id "A26" ("" for a test of no row), backend, node, outcome, seconds, text."""
+    """Of one test. case: "A26", "" for a test of no row; column: of `COLUMNS`."""
 
     case: str
-    backend: str
+    column: str
     node: str
     outcome: str
     seconds: float
@@ -57,8 +68,11 @@ class Record:
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()
 
-    def pytest_collection_modifyitems(self, items: list) -> None:
-        self.write(collected=[item.nodeid for item in items])
+    def pytest_collection_finish(self, session) -> None:
+        for item in session.items:
+            skip = item.get_closest_marker("skip")
+            self.write(collected=item.nodeid, column=column_of(item),
+                       skipped=skip and skip.kwargs["reason"])  # fmt: skip
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.write(started=nodeid)
@@ -74,6 +88,14 @@ class Record:
         if not context_works():
             self.write(lost=nodeid)
             os._exit(LOST_CONTEXT)
+
+
+def column_of(item) -> str:
+    if item.get_closest_marker("gpus"):
+        return "gpus"
+    if not item.get_closest_marker("gpu"):
+        return "cpu"
+    return "mega" if re.search("mega", item.nodeid.partition("[")[2], re.I) else "split"
 
 
 def context_works() -> bool:
@@ -95,144 +117,196 @@ def child(path: str, words: list[str]) -> int:
     return int(pytest.main(options, plugins=[Record(path)]))
 
 
-class File:
-    """One test file: its cases, in as many children as it takes."""
+@dataclass
+class Reader:
+    """Takes the record of a child's cases into `run`."""
 
-    def __init__(self, name: str, args: argparse.Namespace, scratch: Path) -> None:
-        self.name, self.args, self.scratch = name, args, scratch
-        self.nodes: list[str] = []
-        self.outcomes: dict[str, Outcome] = {}
-        self.num_children = 0
+    run: "Run"
+    advance: Callable[[], object]
+    running: str | None = None
+    since: float = 0.0
 
-    def run(self, on_case) -> list[Outcome]:
-        waiting = None  # not collected yet
-        while waiting is None or waiting:
-            words = waiting or [f"{FOLDER}/{self.name}", *self.args.selection]
-            lines = self.run_child(words, on_case)
-            before = waiting
-            waiting = [node for node in self.nodes if node not in self.outcomes]
-            if not lines or waiting == before:
-                break  # nothing ran: the file does not import, or nothing was selected
-        return list(self.outcomes.values())
+    def read(self, line: dict) -> float:
+        """One line; returns how many seconds may pass until the next."""
+        match line:
+            case {"started": node}:
+                self.running, self.since = node, time.monotonic()
+                return self.run.case_limit_s
+            case {"node": node, "outcome": outcome, "text": text, "seconds": seconds}:
+                self.run.add(node, outcome, seconds, text)
+            case {"ended": _}:
+                self.running = None
+                self.advance()
+            case {"lost": node}:
+                text = self.run.outcomes[node].text if node in self.run.outcomes else ""
+                self.run.add(node, "crashed", 0.0, f"the GPU's context is lost: {text}")
+        return max(START_LIMIT_S, self.run.case_limit_s)
 
-    def run_child(self, words: list[str], on_case) -> list[dict]:
-        self.num_children += 1
-        record = self.scratch / f"{self.name}.{self.num_children}.jsonl"
+
+@dataclass
+class Run:
+    """All cases, and what became of them."""
+
+    case_limit_s: float
+    deadline: float
+    scratch: Path
+    columns: dict[str, str] = field(default_factory=dict)  # node -> column
+    outcomes: dict[str, Outcome] = field(default_factory=dict)  # by node
+    num_children: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def collect(self, words: list[str]) -> None:
+        """Find the cases; those that this machine skips have their outcome."""
+        lines, output = self.child(["--collect-only", *words], lambda _: START_LIMIT_S)
+        for line in lines:
+            node = line["collected"]
+            self.columns[node] = line["column"]
+            if line["skipped"]:
+                self.add(node, "skipped", 0.0, line["skipped"])
+        if not self.columns:
+            sys.exit(f"no case was collected:\n{output}")
+
+    def run(self, nodes: list[str], advance: Callable[[], object]) -> None:
+        """The cases, in as many children as it takes."""
+        while nodes and time.monotonic() < self.deadline:
+            reader = Reader(self, advance)
+            _, output = self.child(nodes, reader.read)
+            if reader.running:
+                is_late = time.monotonic() >= self.deadline
+                outcome = "hung" if output.startswith("no end") else "crashed"
+                seconds = time.monotonic() - reader.since
+                self.add(reader.running, "not run" if is_late else outcome, seconds, output)
+                advance()
+            left = [node for node in nodes if node not in self.outcomes]
+            if left == nodes:  # none started: the file does not import, say
+                for node in left:
+                    self.add(node, "crashed", 0.0, output)
+            nodes = [] if left == nodes else left
+
+    def child(self, words: list[str], read: Callable[[dict], float]) -> tuple[list[dict], str]:
+        """Run pytest in a process; `read` takes each line of its record and says how many seconds
+        may pass until the next. Returns the lines, and how it ended with its last words."""
+        with self.lock:
+            self.num_children += 1
+            record = self.scratch / f"{self.num_children}.jsonl"
         record.touch()
-        with (self.scratch / f"{self.name}.{self.num_children}.txt").open("wb") as output:
+        log = record.with_suffix(".txt")
+        with log.open("wb") as output:
             process = subprocess.Popen(
                 [sys.executable, __file__, "--child", str(record), *words],
                 cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
                 env=os.environ | {"OMP_NUM_THREADS": "2", "PYTHONUNBUFFERED": "1"},
             )  # fmt: skip
-        seen, running, since = [], None, time.monotonic()
-        limit = START_LIMIT_S
-        while True:
-            has_ended = process.poll() is not None
-            for line in record.read_text().splitlines()[len(seen) :]:
-                seen.append(json.loads(line))
-                running, since, limit = self.read(seen[-1], running, since, limit)
-                on_case(len(self.outcomes))
-            if has_ended or time.monotonic() - since > limit:
-                break
+        lines, since, limit, why = [], time.monotonic(), START_LIMIT_S, ""
+        while not why:
+            if process.poll() is not None:
+                why = f"exit code {process.returncode}"
+            for line in record.read_text().splitlines()[len(lines) :]:
+                lines.append(json.loads(line))
+                limit, since = read(lines[-1]), time.monotonic()
+            if time.monotonic() > min(since + limit, self.deadline):
+                why = why or f"no end in {time.monotonic() - since:.0f} s"
             time.sleep(0.2)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        if running is not None:
-            how = f"exit code {process.returncode}" if has_ended else f"no end in {limit:.0f} s"
-            outcome = "crashed" if has_ended else "hung"
-            self.add(running, outcome, time.monotonic() - since, how)
-        elif not has_ended:
-            tail = (self.scratch / f"{self.name}.{self.num_children}.txt").read_text()[-2000:]
-            self.add(f"{FOLDER}/{self.name}", "hung", limit, tail)
-        elif not seen:
-            tail = (self.scratch / f"{self.name}.{self.num_children}.txt").read_text()[-2000:]
-            self.add(f"{FOLDER}/{self.name}", "crashed", 0.0, tail)
-        return seen
-
-    def read(self, line: dict, running: str | None, since: float, limit: float) -> tuple:
-        match line:
-            case {"collected": nodes}:
-                self.nodes = self.nodes or nodes
-            case {"started": node}:
-                return node, time.monotonic(), self.args.case_limit
-            case {"node": node, "outcome": outcome, "text": text, "seconds": seconds}:
-                self.add(node, outcome, seconds, text)
-            case {"ended": _}:
-                return None, time.monotonic(), max(self.args.case_limit, START_LIMIT_S)
-            case {"lost": node}:
-                self.add(node, "crashed", 0.0, "the GPU's context is lost: " + self.text_of(node))
-        return running, since, limit
-
-    def text_of(self, node: str) -> str:
-        return self.outcomes[node].text if node in self.outcomes else ""
+        return lines, f"{why}\n{log.read_text(errors='replace')[-2000:]}"
 
     def add(self, node: str, outcome: str, seconds: float, text: str) -> None:
-        case = re.search(r"test_[aA](\d\d)", node)
-        backend = re.search(r"(mega|split)", node.partition("[")[2])
+        cases = re.findall(r"_[aA](\d\d)(?=_)", node.partition("[")[0])
         self.outcomes[node] = Outcome(
-            case=f"A{case[1]}" if case else "",
-            backend=backend[1] if backend else "cpu",
+            case=" ".join(f"A{case}" for case in cases),
+            column=self.columns[node],
             node=node.removeprefix(f"{FOLDER}/"),
             outcome=outcome,
             seconds=round(seconds, 2),
             text=text,
         )
 
+    def groups(self) -> list[list[str]]:
+        """Cases that share a child: of one file and place, the slow ones first. Cases over several
+        processes stay together, which they share."""
+        by_place: dict[tuple[str, str], list[str]] = {}
+        for node in self.columns:
+            if node not in self.outcomes:
+                place = re.search(r"(cpu|split|mega)@?\d*", node.partition("[")[2])
+                key = node.partition("::")[0], place[0] if place else ""
+                by_place.setdefault(key, []).append(node)
+        groups = []
+        for (_, place), nodes in by_place.items():
+            step = len(nodes) if re.fullmatch(r"cpu[2-9]", place) else CASES_OF_A_CHILD
+            groups += [nodes[start : start + step] for start in range(0, len(nodes), step)]
+        order = list(COLUMNS)
+        return sorted(groups, key=lambda group: -order.index(self.columns[group[0]]))
+
 
 def run_all(args: argparse.Namespace, scratch: Path) -> list[Outcome]:
-    names = sorted(path.name for path in (ROOT / FOLDER).glob("test_*.py"))
-    names = [name for name in names if not args.files or name in args.files]
-    together = [File(name, args, scratch) for name in names if name not in ALONE]
-    alone = [File(name, args, scratch) for name in names if name in ALONE]
-    outcomes, lock = [], threading.Lock()
+    run = Run(args.case_limit, time.monotonic() + args.limit, scratch)
+    files = [f"{FOLDER}/{name}" for name in args.files] or [FOLDER]
+    run.collect([*files, *args.selection])
+    groups = run.groups()
+    alone = [group for group in groups if group[0].partition("::")[0].endswith(ALONE)]
     with (
         Progress(console=Console(stderr=True)) as progress,
         ThreadPoolExecutor(args.workers) as pool,
     ):
-        bars = {f.name: progress.add_task(f.name, total=None) for f in together + alone}
+        bar = progress.add_task("field cases", total=sum(map(len, groups)))
 
-        def run(file: File) -> None:
-            found = file.run(lambda count: progress.update(
-                bars[file.name], completed=count, total=len(file.nodes) or None
-            ))  # fmt: skip
-            with lock:
-                outcomes.extend(found)
+        def one(group: list[str]) -> None:
+            run.run(group, lambda: progress.advance(bar))
 
-        list(pool.map(run, together))
-        for file in alone:
-            run(file)
-    return sorted(outcomes, key=lambda o: (o.case or "Z", o.backend, o.node))
+        list(pool.map(one, [group for group in groups if group not in alone]))
+        for group in alone:
+            one(group)
+    for node in run.columns:
+        if node not in run.outcomes:
+            run.add(node, "not run", 0.0, f"{args.limit:.0f} s were over")
+    return sorted(run.outcomes.values(), key=lambda o: (o.case or "Z", o.column, o.node))
 
 
 def table_of(outcomes: list[Outcome]) -> Table:
-    table = Table("id", "backend", "case", "outcome", "s", highlight=False)
+    table = Table("id", "where", "case", "outcome", "s", highlight=False)
     for one in outcomes:
         color = {"passed": "green", "skipped": "yellow"}.get(one.outcome, "red")
         node = one.node.partition("::")[2] or one.node
         table.add_row(
-            one.case, one.backend, node, f"[{color}]{one.outcome}[/]", f"{one.seconds:.1f}"
+            *(one.case, one.column, node, f"[{color}]{one.outcome}[/]", f"{one.seconds:.1f}")
         )
     return table
 
 
 def markdown_of(outcomes: list[Outcome]) -> str:
-    """A line for each id: what ran on each backend."""
-    lines = ["| id | cpu | split | mega |", "| --- | --- | --- | --- |"]
-    for case in sorted({one.case for one in outcomes if one.case}):
-        cells = []
-        for backend in ("cpu", "split", "mega"):
-            kinds = [o.outcome for o in outcomes if (o.case, o.backend) == (case, backend)]
+    """A line for each id: what ran where. "waits": written, and not run for want of GPUs."""
+    heads = " | ".join(COLUMNS.values())
+    lines = [f"| id | {heads} |", "| --- |" + " --- |" * len(COLUMNS)]
+    for number in range(1, NUM_ROWS + 1):
+        case, cells = f"A{number:02}", []
+        for column in COLUMNS:
+            kinds = [
+                one.outcome for one in outcomes if case in one.case.split() and one.column == column
+            ]
             ran = [kind for kind in kinds if kind != "skipped"]
             bad = [kind for kind in ran if kind != "passed"]
-            cells.append(bad[0] if bad else "passed" if ran else "not run" if kinds else "-")
+            cells.append(bad[0] if bad else "passed" if ran else "waits" if kinds else "")
         lines.append(f"| {case} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def selection(flag: str, value: str | None) -> list[str]:
-    return [] if value is None else [f"-{flag}", value]
+def report(outcomes: list[Outcome]) -> int:
+    """Print all; 1 unless every case passed or was skipped."""
+    console = Console(width=160)
+    console.print(table_of(outcomes))
+    bad = [one for one in outcomes if one.outcome not in ("passed", "skipped")]
+    for one in bad:
+        console.print(f"\n{one.outcome}: {one.node}\n{one.text}", markup=False, highlight=False)
+    for one in bad:
+        console.print(f"{one.outcome}: {one.node}", markup=False, highlight=False)
+    counts = dict(Counter(one.outcome for one in outcomes))
+    rows = {case for one in outcomes if one.outcome == "passed" for case in one.case.split()}
+    written = {case for one in outcomes for case in one.case.split()}
+    missing = sorted({f"A{n:02}" for n in range(1, NUM_ROWS + 1)} - written)
+    console.print(f"{counts}, {len(rows)} rows passed somewhere, no test: {missing or 'none'}")
+    return 1 if bad or not outcomes else 0
 
 
 def main() -> int:
@@ -242,28 +316,32 @@ def main() -> int:
     parser.add_argument("files", nargs="*", help="of tests/field; default: all")
     parser.add_argument("-k", help="as pytest's")
     parser.add_argument("-m", help="as pytest's: 'gpu or gpus', 'not gpu'")
-    parser.add_argument("--workers", type=int, default=6, help="files at a time")
-    parser.add_argument("--case-limit", type=float, default=300.0, help="seconds")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--workers", type=int, default=6, help="children at a time")
+    parser.add_argument("--case-limit", type=float, default=300.0, help="seconds of a case")
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds of all")
+    parser.add_argument("--json", type=Path, help="write the outcomes")
+    parser.add_argument("--markdown", type=Path, help="write the README's table")
+    parser.add_argument(
+        "--from-json", type=Path, nargs="+", help="run nothing: outcomes of earlier runs, the last "
+        "of a case counts"
+    )  # fmt: skip
     args = parser.parse_args()
-    args.selection = [word for flag in ("k", "m") for word in selection(flag, getattr(args, flag))]
-    start = time.monotonic()
-    with tempfile.TemporaryDirectory() as scratch:
-        outcomes = run_all(args, Path(scratch))
-    console = Console(width=160)
-    console.print(table_of(outcomes))
-    bad = [one for one in outcomes if one.outcome not in ("passed", "skipped")]
-    for one in bad:
-        console.print(f"\n{one.outcome}: {one.node}\n{one.text}", markup=False, highlight=False)
-    counts = dict(Counter(one.outcome for one in outcomes))
-    rows = len({one.case for one in outcomes if one.case and one.outcome == "passed"})
-    console.print(f"{counts}, {rows} rows, {time.monotonic() - start:.0f} s")
+    args.selection = [
+        word for flag in "km" if getattr(args, flag) for word in (f"-{flag}", getattr(args, flag))
+    ]
+    if args.from_json:
+        found = [Outcome(**one) for path in args.from_json for one in json.loads(path.read_text())]
+        outcomes = list({one.node: one for one in found}.values())
+    else:
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory() as scratch:
+            outcomes = run_all(args, Path(scratch))
+        print(f"{time.monotonic() - start:.0f} s")
     if args.json:
         args.json.write_text(json.dumps([asdict(one) for one in outcomes], indent=1))
     if args.markdown:
         args.markdown.write_text(markdown_of(outcomes))
-    return 1 if bad or not outcomes else 0
+    return report(outcomes)
 
 
 if __name__ == "__main__":

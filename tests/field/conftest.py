@@ -3,12 +3,9 @@
 import pytest
 from field_ranks import OneRank, Processes, Virtual, make_ranks
 
-from moe_ep import mega_limits
-
 
 @pytest.fixture
-def ranks(request: pytest.FixtureRequest, monkeypatch) -> OneRank | Virtual | Processes:
-    monkeypatch.setattr(mega_limits, "PENDING", None)
+def ranks(request: pytest.FixtureRequest) -> OneRank | Virtual | Processes:
     return make_ranks(request.param)
 
 

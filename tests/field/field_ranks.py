@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from layer_cases import gathered, make_inputs, make_weights
 
-from moe_ep import MegaConfig, MoEEpLayer, MoEInputs, MoEShape, MoEWeights, SplitConfig, supports
+from moe_ep import MegaConfig, MoEEpLayer, MoEInputs, MoEShape, MoEWeights, SplitConfig
 from moe_ep.comm.group import EpGroup
 from moe_ep.config import Backend, GroupedGemmConfig, MegaKernelConfig
 from moe_ep.launch import spawn
@@ -49,6 +49,17 @@ def on(*places: str) -> pytest.MarkDecorator:
         marks = [pytest.mark.gpus(int(num))] if at else [pytest.mark.gpu] if kind != "cpu" else []
         params.append(pytest.param(place, marks=marks, id=place))
     return pytest.mark.parametrize("ranks", params, indirect=True)
+
+
+def places(*kinds_and_ranks: tuple[str, int]) -> list:
+    """Backend and number of ranks, of rows that start their own processes."""
+    params = []
+    for kind, num_ranks in kinds_and_ranks:
+        marks = []
+        if kind != "cpu":
+            marks = [pytest.mark.gpu if num_ranks == 1 else pytest.mark.gpus(num_ranks)]
+        params.append(pytest.param(kind, num_ranks, marks=marks, id=f"{kind}-{num_ranks}"))
+    return params
 
 
 def make_ranks(place: str) -> "OneRank | Virtual | Processes":
@@ -321,8 +332,6 @@ def run_rows(
     """In a process: every row in turn."""
     rows = importlib.import_module(module)
     ranks, outcomes = ProcessRank(kind, num_ranks), {}
-    if kind == "mega":
-        offer_mega()
     for name in names:
         try:
             getattr(rows, name)(ranks)
@@ -359,10 +368,6 @@ class ProcessRank(Ranks):
     ) -> MoEEpLayer:
         name = weights.weights_format
         backend = backend_of(self.kind, name, takes_table=takes_table)
-        if self.kind == "mega":
-            support = supports(shape, name, backend, "cuda", num_ranks=self.num_ranks)
-            if not support.ok:
-                pytest.skip(support.reason)
         part = weights.shard("ep", self.rank, self.num_ranks).to(self.device)
         return MoEEpLayer(
             *(shape, part),
@@ -391,10 +396,3 @@ class ProcessLayer(RowLayer):
             return held
 
         return Call(inputs, out, stack, lambda: self.module(inputs, out=out), read)
-
-
-def offer_mega() -> None:
-    """The layer offers the mega kernel once tests/gpu/test_mega_layer.py has passed."""
-    from moe_ep import mega_limits
-
-    mega_limits.PENDING = None

@@ -20,18 +20,20 @@ from field_ranks import (
     Virtual,
     backend_of,
     device_of,
-    offer_mega,
     on,
     parts_of,
+    places,
     weights_of,
 )
 from layer_cases import make_inputs, with_ids
 
-from moe_ep import MoEEpLayer, MoEInputs, MoEShape, supports
+from moe_ep import MoEEpLayer, MoEInputs, MoEShape
 from moe_ep.comm.errors import MoEEpConfigError, MoEEpError, MoEEpTimeoutError
 from moe_ep.comm.group import EpGroup
 from moe_ep.launch import spawn
 from moe_ep.reference import moe_reference
+
+TWO_PROCESSES = places(("cpu", 2), ("split", 2), ("mega", 2))
 
 
 @on("cpu4", "split4", "mega4", "split@4", "mega@4")
@@ -201,11 +203,6 @@ A10_MISTAKES = {
     "num_experts": (9, "num_experts of the weights is 8, the shape has 9"),
     "top_k": (0, "top_k must be at least 1, got 0"),
 }
-KINDS = [
-    "cpu",
-    pytest.param("split", marks=pytest.mark.gpus(2)),
-    pytest.param("mega", marks=pytest.mark.gpus(2)),
-]
 
 
 def make_layer(
@@ -213,18 +210,7 @@ def make_layer(
 ) -> MoEEpLayer:
     weights = weights_of(S0, "nvfp4").shard("ep", rank, num_ranks).to(device_of(kind))
     backend = backend_of(kind, "nvfp4")
-    if kind == "mega":
-        offer_mega()
     return MoEEpLayer(shape, weights, max_tokens_per_rank=32, backend=backend, timeout_s=timeout_s)
-
-
-def skip_unless_offered(kind: str, num_ranks: int = 2) -> None:
-    """The mega kernel over several ranks may not be offered yet; that is no failure."""
-    if kind == "mega":
-        offer_mega()
-        support = supports(S0, "nvfp4", backend_of(kind, "nvfp4"), "cuda", num_ranks=num_ranks)
-        if not support.ok:
-            pytest.skip(support.reason)
 
 
 def is_right(layer: MoEEpLayer, inputs: MoEInputs) -> bool:
@@ -255,10 +241,9 @@ def build_wrongly_on_rank_one(
     return seen
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_A10_arguments_that_fail_on_one_rank_raise_on_all_and_the_next_layer_works(kind):
-    skip_unless_offered(kind)
-    seen = spawn.run(build_wrongly_on_rank_one, 2, kind, device=device_of(kind))
+@pytest.mark.parametrize(("kind", "num_ranks"), TWO_PROCESSES)
+def test_A10_arguments_that_fail_on_one_rank_raise_on_all_and_the_next_layer_works(kind, num_ranks):
+    seen = spawn.run(build_wrongly_on_rank_one, num_ranks, kind, device=device_of(kind))
     for name, (_, text) in A10_MISTAKES.items():
         (on_rank_0, next_0_is_right), (on_rank_1, next_1_is_right) = seen[0][name], seen[1][name]
         assert isinstance(on_rank_1, MoEEpConfigError)
@@ -313,10 +298,11 @@ def lose_rank_one(
     return None
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("kind", ["cpu", "split", "mega"])
-def test_A11_a_rank_killed_between_steps_is_named_by_the_others(kind, num_ranks, request):
-    need_gpus(kind, num_ranks)
+@pytest.mark.parametrize(
+    ("kind", "num_ranks"),
+    TWO_PROCESSES + places(("cpu", 4), ("split", 4), ("mega", 4)),
+)
+def test_A11_a_rank_killed_between_steps_is_named_by_the_others(kind, num_ranks):
     outcomes = spawn.run(
         *(lose_rank_one, num_ranks, kind, signal.SIGKILL),
         expect_killed=(1,),
@@ -329,20 +315,15 @@ def test_A11_a_rank_killed_between_steps_is_named_by_the_others(kind, num_ranks,
         assert seconds < 30.0  # a death is seen at once, not at the time-out
 
 
-@pytest.mark.parametrize("kind", ["cpu", "split", "mega"])
+@pytest.mark.parametrize(("kind", "num_ranks"), TWO_PROCESSES)
 @pytest.mark.parametrize("sign", [signal.SIGSTOP, None], ids=["stopped", "calls once less"])
-def test_A11_a_rank_that_stands_still_or_leaves_a_call_out_is_named(kind, sign):
-    need_gpus(kind, 2)
-    outcomes = spawn.run(lose_rank_one, 2, kind, sign, expect_killed=(1,), device=device_of(kind))
+def test_A11_a_rank_that_stands_still_or_leaves_a_call_out_is_named(kind, num_ranks, sign):
+    outcomes = spawn.run(
+        *(lose_rank_one, num_ranks, kind, sign), expect_killed=(1,), device=device_of(kind)
+    )
     error, seconds = outcomes[0]
     assert 1 in error.ranks or "rank 1" in str(error)
     assert seconds < 15.0
-
-
-def need_gpus(kind: str, num_ranks: int) -> None:
-    if kind != "cpu" and torch.cuda.device_count() < num_ranks:
-        pytest.skip(f"needs {num_ranks} NVIDIA GPUs, found {torch.cuda.device_count()}")
-    skip_unless_offered(kind, num_ranks)
 
 
 @on("mega2", "mega4")
