@@ -8,39 +8,26 @@ import ctypes
 from collections.abc import Sequence
 
 
-class Cell:
-    """One argument: an address, an integer or a stream handle. Set `value` between calls."""
-
-    def __init__(self, ctype: type, value: int) -> None:
-        self._memory = ctype(value)
-        self._pointers = [ctypes.cast(ctypes.pointer(self._memory), ctypes.c_void_p)]
-
-    @property
-    def value(self) -> int:
-        return self._memory.value
-
-    @value.setter
-    def value(self, value: int) -> None:
-        self._memory.value = value
+class _Cell:
+    """One argument. Set `value` between calls."""
 
     def __c_pointers__(self) -> list[ctypes.c_void_p]:
         """What CuTe DSL asks an argument for."""
-        return self._pointers
+        return [ctypes.c_void_p(ctypes.addressof(self))]
 
 
-def address(value: int = 0) -> Cell:
-    """For Int64 arguments and `cuda.CUstream`."""
-    return Cell(ctypes.c_int64, value)
+class Int64(_Cell, ctypes.c_int64):
+    """Also an address or a stream handle."""
 
 
-def int32(value: int = 0) -> Cell:
-    return Cell(ctypes.c_int32, value)
+class Int32(_Cell, ctypes.c_int32):
+    pass
 
 
 class BoundCall:
     """`function` (what `compile_cache.load` gives) bound to cells in the order of its arguments."""
 
-    def __init__(self, function, cells: Sequence[Cell]) -> None:
+    def __init__(self, function, cells: Sequence[Int64 | Int32]) -> None:
         self._function = function
         self._cells = cells
         self.pointers, _ = function.execution_args.generate_execution_args(tuple(cells), {})

@@ -14,7 +14,7 @@ import torch
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.comm.group import EpGroup
 from moe_ep.megakernel import workspace_memory
-from moe_ep.megakernel.bound_call import BoundCall, address, int32
+from moe_ep.megakernel.bound_call import BoundCall, Int32, Int64
 from moe_ep.megakernel.compile_cache import KernelBuild, compile_all, load
 from moe_ep.megakernel.formats import TILE_COLS, TILE_FORMATS, PreparedWeights
 from moe_ep.megakernel.grouped_gemm import CHANNEL_MULTIPLE, GemmSpec
@@ -192,9 +192,11 @@ def make_buckets(
 def choose_bucket(buckets: tuple[Bucket, ...], max_tokens: int | None) -> int:
     """Position of the first bucket that holds so many tokens a rank; None: the capacity."""
     last = len(buckets) - 1
-    if max_tokens is None:
-        return last
-    return next((i for i in range(last) if max_tokens <= buckets[i].max_tokens), last)
+    if max_tokens is not None:
+        for i in range(last):
+            if max_tokens <= buckets[i].max_tokens:
+                return i
+    return last
 
 
 def usual_rows(max_rows: float) -> float:
@@ -351,13 +353,14 @@ class MegaMoE:
         late_rank     virtual rank that starts `late_s` late, or if that is negative never: for
                       tests
         """
-        bucket_idx = choose_bucket(self.buckets, len(x) if self._is_alone else max_tokens)
-        call = self._call_for(bucket_idx, topk_ids.dtype == torch.int64, weights)
+        own_tokens = x.shape[0]
+        bucket_idx = choose_bucket(self.buckets, own_tokens if self._is_alone else max_tokens)
+        call = self._call(bucket_idx, topk_ids.dtype == torch.int64, weights)
         stream = torch.cuda.current_stream(self.device)
         self.memory.enter(stream)
         call.x.value, call.topk_ids.value = x.data_ptr(), topk_ids.data_ptr()
         call.topk_weights.value, call.out.value = topk_weights.data_ptr(), out.data_ptr()
-        call.num_tokens.value, call.token_counts.value = len(x), _address(num_tokens)
+        call.num_tokens.value, call.token_counts.value = own_tokens, _address(num_tokens)
         call.late_rank.value, call.late_ns.value = late_rank, int(late_s * 1e9)
         call.stream.value = stream.cuda_stream
         call.launch()
@@ -365,7 +368,7 @@ class MegaMoE:
     def refuse(self, code: int, weights: PreparedWeights) -> None:
         """One real rank's part of a step whose input it does not take: no rank computes anything,
         and every rank finds rank and `code` (0 or more) in `check`."""
-        call = self._call_for(0, False, weights)
+        call = self._call(0, False, weights)
         stream = torch.cuda.current_stream(self.device)
         self.memory.enter(stream)
         for cell in (call.x, call.topk_ids, call.topk_weights, call.out):
@@ -373,20 +376,14 @@ class MegaMoE:
         call.num_tokens.value, call.stream.value = -1 - code, stream.cuda_stream
         call.launch()
 
-    def _call_for(self, bucket_idx: int, ids_are_int64: bool, weights: PreparedWeights) -> "Call":
-        return self._call(
-            bucket_idx,
-            ids_are_int64,
-            *(weights.w13.data_ptr(), weights.w13_alpha.data_ptr(), _address(weights.b13)),
-            *(weights.w2.data_ptr(), weights.w2_alpha.data_ptr(), _address(weights.b2)),
-        )
-
-    def _bind(self, bucket_idx: int, ids_are_int64: bool, *weights: int) -> "Call":
+    def _bind(self, bucket_idx: int, ids_are_int64: bool, weights: PreparedWeights) -> "Call":
         """A build with everything that stays from call to call."""
         knobs = self.buckets[bucket_idx].knobs
+        parts = (weights.w13, weights.w13_alpha, weights.b13)
+        parts += (weights.w2, weights.w2_alpha, weights.b2)
         return Call(
             load(self.spec(knobs, ids_are_int64).kernel_build()),
-            weights=weights,
+            weights=tuple(map(_address, parts)),
             heaps=self.memory.heaps.data_ptr(),
             local=self.memory.local.data_ptr(),
             record=self.memory.post_mortem.address,
@@ -424,16 +421,16 @@ class Call:
         first_rank: int,
         ctas_per_rank: int,
     ) -> None:
-        self.x, self.topk_ids, self.topk_weights, self.out = (address() for _ in range(4))
-        self.token_counts, self.late_ns, self.stream = address(), address(), address()
-        self.num_tokens, self.late_rank = int32(), int32()
+        self.x, self.topk_ids, self.topk_weights, self.out = (Int64() for _ in range(4))
+        self.token_counts, self.late_ns, self.stream = Int64(), Int64(), Int64()
+        self.num_tokens, self.late_rank = Int32(), Int32()
         self.launch = BoundCall(
             function,
             [
                 *(self.x, self.topk_ids, self.topk_weights, self.out, self.token_counts),
-                *map(address, (*weights, heaps, local, record, timeout_ns)),
-                *(self.late_ns, address(stamps), self.num_tokens, self.late_rank),
-                *map(int32, (first_rank, ctas_per_rank, 0)),
+                *map(Int64, (*weights, heaps, local, record, timeout_ns)),
+                *(self.late_ns, Int64(stamps), self.num_tokens, self.late_rank),
+                *map(Int32, (first_rank, ctas_per_rank, 0)),
                 self.stream,
             ],
         )

@@ -74,18 +74,17 @@ def check_tensor(
     shape: tuple[int | None, ...],
     device: torch.device,
 ) -> None:
-    """Raise `MoEEpConfigError` unless dtype, shape (None: any length) and device are as given."""
+    """Raise `MoEEpConfigError` unless dtype, shape (first None: any length) and device are as
+    given. Part of every call."""
     if not isinstance(tensor, torch.Tensor):
         raise MoEEpConfigError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.dtype not in dtypes:
         allowed = " or ".join(str(dtype) for dtype in dtypes)
         raise MoEEpConfigError(f"{name} has dtype {tensor.dtype}; allowed: {allowed}")
-    fits = tensor.ndim == len(shape) and all(
-        want is None or have == want for have, want in zip(tensor.shape, shape, strict=True)
-    )
-    if not fits:
+    lengths = tensor.shape
+    if lengths != (shape if shape[0] is not None else (*lengths[:1], *shape[1:])):
         allowed = ", ".join("any" if length is None else str(length) for length in shape)
-        raise MoEEpConfigError(f"{name} has shape {list(tensor.shape)}; allowed: [{allowed}]")
+        raise MoEEpConfigError(f"{name} has shape {list(lengths)}; allowed: [{allowed}]")
     if tensor.layout is not torch.strided:
         raise MoEEpConfigError(f"{name} has layout {tensor.layout}; allowed: torch.strided")
     if tensor.device != device:

@@ -299,14 +299,14 @@ class MoEEpLayer(torch.nn.Module):
         check_inputs(inputs, self.shape, bound, self._group.device, reads_ids=reads_ids)
         if out is None:
             return
-        wanted = tuple(inputs.hidden_states.shape)
+        wanted = inputs.hidden_states.shape
         check_tensor("out", out, (torch.bfloat16,), wanted, self._group.device)
-        if any(
-            stride == 0 and length > 1
-            for stride, length in zip(out.stride(), out.shape, strict=True)
+        strides = out.stride()
+        if 0 in strides and any(
+            stride == 0 and length > 1 for stride, length in zip(strides, wanted, strict=True)
         ):
             raise MoEEpConfigError(
-                f"out has strides {out.stride()}; allowed: no element that stands for several"
+                f"out has strides {strides}; allowed: no element that stands for several"
             )
 
     def _require_usable(self) -> None:
