@@ -5,13 +5,13 @@
 A measurement is the median of --repeats replays of a CUDA graph that holds the launch, with 1 GiB
 read between replays, so that L2 holds no weights. HBM share is prepared bytes of the experts hit
 over time over the read rate of `torch.sum` of the same run. `host_us` is what an eager call costs
-the host.
+the host. `--compile-only` fills the cache, so that a later run measures alone.
 """
 
 import argparse
 import json
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -32,6 +32,18 @@ MAX_TERM_ERROR = 0.0026
 NUM_HOST_CALLS = 200
 
 
+@dataclass(frozen=True)
+class Case:
+    """changes: to the knobs of the build that the tokens take."""
+
+    geometry: str
+    name: str
+    num_tokens: int
+    is_skewed: bool
+    takes_stamps: bool
+    changes: dict = field(default_factory=dict)
+
+
 class Problem:
     """Weights of one format and geometry; tokens change from measurement to measurement."""
 
@@ -44,23 +56,23 @@ class Problem:
         self.weights = random_weights(name, hidden, intermediate, args.experts)
         self.prepared = prepare(self.weights)
 
-    def layer(self, num_tokens: int, changes: dict) -> MegaMoE:
+    def layer(self, case: Case) -> MegaMoE:
         """Of that capacity, with the build that it takes, changed."""
-        buckets = make_buckets(self.name, self.shape, num_tokens, num_ranks=1)
+        buckets = make_buckets(self.name, self.shape, case.num_tokens, num_ranks=1)
         return MegaMoE(
             EpGroup.single("cuda"),
             self.shape,
             self.name,
-            max_tokens_per_rank=num_tokens,
-            knobs=changed_knobs(buckets[-1].knobs, changes),
+            max_tokens_per_rank=case.num_tokens,
+            knobs=changed_knobs(buckets[-1].knobs, case.changes),
             max_sms=self.args.max_sms,
-            takes_stamps=self.args.stamps,
+            takes_stamps=case.takes_stamps,
             timeout_s=5.0,
         )
 
-    def measure(self, num_tokens: int, is_skewed: bool, changes: dict) -> dict:
-        mega = self.layer(num_tokens, changes)
-        ids = self.routing(num_tokens, is_skewed)
+    def measure(self, case: Case, mega: MegaMoE) -> dict:
+        num_tokens = case.num_tokens
+        ids = self.routing(num_tokens, case.is_skewed)
         gen = torch.Generator("cuda").manual_seed(num_tokens)
         x = torch.randn(num_tokens, self.shape.hidden, generator=gen, device="cuda").bfloat16()
         topk_weights = torch.rand(ids.shape, generator=gen, device="cuda")
@@ -83,7 +95,7 @@ class Problem:
             "format": self.name,
             "geometry": self.geometry,
             "tokens": num_tokens,
-            "routing": "half to one expert" if is_skewed else "uniform",
+            "routing": "half to one expert" if case.is_skewed else "uniform",
             "us": times,
             "experts_hit": hit,
             "most_rows": int(rows.max()),
@@ -93,9 +105,8 @@ class Problem:
             "host_us": host_us(launch),
             "knobs": repr(mega.spec(mega.buckets[0].knobs, ids_are_int64=False).knobs),
         }
-        if self.args.stamps:
+        if case.takes_stamps:
             result["moments_us"] = moments(mega, launch, self.args)
-        mega.destroy()
         return result
 
     def routing(self, num_tokens: int, is_skewed: bool) -> torch.Tensor:
@@ -170,9 +181,11 @@ def main() -> None:
     parser.add_argument(
         "--knobs",
         action="append",
-        help='changes as JSON, e.g. {"stages": 4}; several: each; "tokens": for these counts only',
+        help='changes as JSON, e.g. {"stages": 4}; several: each; "tokens": [128] and "shape": '
+        '"v3": for these only; "stamps": true: with time stamps',
     )
     parser.add_argument("--stamps", action="store_true", help="take time stamps in the kernel")
+    parser.add_argument("--compile-only", action="store_true")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--commit", default=head(), help="what is measured, for the record")
     parser.add_argument("--out", type=Path, help="JSON file")
@@ -180,39 +193,56 @@ def main() -> None:
     args.flush = torch.randn(FLUSH_BYTES // 4, device="cuda")
     device, rate = torch.cuda.get_device_name(), read_rate(args.flush)
     print(f"{device}, torch.sum reads {rate:.3f} TB/s, commit {args.commit[:8]}")
-    cases = [
-        (int(n), is_skewed, {name: value for name, value in c.items() if name != "tokens"})
-        for is_skewed, counts in enumerate((args.tokens, args.skew))
-        for n in counts.split(",")
-        for c in map(json.loads, args.knobs or ["{}"])
-        if n and int(n) in c.get("tokens", [int(n)])
-    ]
-    results = []
+    record = {"device": device, "read_tb_s": rate, "commit": args.commit, "results": []}
     for geometry in args.shape.split(","):
         for name in args.format.split(","):
+            cases = list_cases(args, geometry, name)
             problem = Problem(name, geometry, args)
-            layers = [problem.layer(num_tokens, c) for num_tokens, _, c in cases]
+            layers = [problem.layer(case) for case in cases]
             compile_all([layer.kernel_builds()[0] for layer in layers])
-            for case in track(cases, name, console=Console(stderr=True)):
-                result = problem.measure(*case)
-                results.append(result)
-                us = result["us"]
-                print(
-                    f"{name:9s} {geometry:8s} T {case[0]:5d} {result['routing']:8s} "
-                    f"{us['median']:7.1f} us (min {us['min']:.1f}, p99 {us['p99']:.1f}) "
-                    f"{result['tb_s']:.3f} TB/s {100 * result['tb_s'] / rate:.1f} % "
-                    f"{result['tflop_s']:.0f} TFLOP/s, host {result['host_us']:.1f} us, error "
-                    f"{result['term_error']:.5f} {json.dumps(case[2]) if case[2] else ''}",
-                    flush=True,
-                )
-                for moment, times in result.get("moments_us", {}).items():
-                    print(f"    {moment:8s} first, median, last CTA: {times}", flush=True)
+            if not args.compile_only:
+                pairs = list(zip(cases, layers, strict=True))
+                for case, layer in track(pairs, name, console=Console(stderr=True)):
+                    result = problem.measure(case, layer)
+                    record["results"].append(result)
+                    show(case, result, rate)
+                    if args.out:
+                        args.out.write_text(json.dumps(record, indent=1))
             for layer in layers:
                 layer.destroy()
             del problem
-    if args.out:
-        record = {"device": device, "read_tb_s": rate, "commit": args.commit}
-        args.out.write_text(json.dumps(record | {"results": results}, indent=1))
+
+
+def list_cases(args: argparse.Namespace, geometry: str, name: str) -> list[Case]:
+    """All token counts with the first --knobs, then with the next."""
+    cases = []
+    for text in args.knobs or ["{}"]:
+        changes = json.loads(text)
+        only = changes.pop("tokens", None)
+        if changes.pop("shape", geometry) != geometry:
+            continue
+        takes_stamps = changes.pop("stamps", args.stamps)
+        for is_skewed, counts in enumerate((args.tokens, args.skew)):
+            cases += [
+                Case(geometry, name, int(n), bool(is_skewed), takes_stamps, changes)
+                for n in counts.split(",")
+                if n and (only is None or int(n) in only)
+            ]
+    return cases
+
+
+def show(case: Case, result: dict, rate: float) -> None:
+    us = result["us"]
+    print(
+        f"{case.name:9s} {case.geometry:8s} T {case.num_tokens:5d} {result['routing']:8s} "
+        f"{us['median']:7.1f} us (min {us['min']:.1f}, p99 {us['p99']:.1f}) "
+        f"{result['tb_s']:.3f} TB/s {100 * result['tb_s'] / rate:.1f} % "
+        f"{result['tflop_s']:.0f} TFLOP/s, host {result['host_us']:.1f} us, error "
+        f"{result['term_error']:.5f} {json.dumps(case.changes) if case.changes else ''}",
+        flush=True,
+    )
+    for moment, times in result.get("moments_us", {}).items():
+        print(f"    {moment:8s} first, median, last CTA: {times}", flush=True)
 
 
 if __name__ == "__main__":
