@@ -7,6 +7,7 @@
             bring_few   few tokens to a CTA: all threads copy them, source -> registers -> pool; or
             bring_many  one warp: first `place`, the own share of tokens into src_meta and pool_row,
                         then `pull`, pool rows in their order, source -> shared memory -> pool
+            bring_first before that, each of the other warps the first row that it can find
 
 The pool holds the experts in the order of `schedule.expert_order` (most rows first), and in each
 its rows by (source position, token, slot): the rank's own tokens first. The place of a row is a
@@ -31,8 +32,9 @@ FULL_MASK = 0xFFFFFFFF
 NUM_LOADS_IN_FLIGHT = 8
 VECTOR_BYTES = 16
 NUM_ROW_BUFFERS = 2
-MOST_FEW_TOKENS = 4
-ROW_LOADS_IN_FLIGHT = 4  # of a thread
+MOST_FEW_TOKENS = 2
+# Loads of a thread, of a row that several warps copy, and of one that a warp copies alone.
+SHARED_ROW_LOADS, LONE_ROW_LOADS = 4, 14
 NO_ROW = 2**31 - 1
 
 
@@ -436,7 +438,7 @@ class Dispatch:
                 alive = Int32(cute.arch.vote_all_sync(alive == 1))
                 if alive == 1:
                     address = self.token_address(view, inputs, source, token)
-                    self.copy_row(view, address, row, mine * top_k, team)
+                    self.copy_row(view, address, row, mine * top_k, team, SHARED_ROW_LOADS)
                 if row >= 0:
                     tile, _ = self.tile_of(storage, expert, row)
                     if team.idx < WARP_SIZE:
@@ -453,12 +455,20 @@ class Dispatch:
                 count(view.counter(layout.counters.tokens_arrived + tile), 1)
 
     @cute.jit
-    def copy_row(self, view: RankView, source: Int64, row: Int32, first_lane: Int32, team: Threads):
+    def copy_row(
+        self,
+        view: RankView,
+        source: Int64,
+        row: Int32,
+        first_lane: Int32,
+        team: Threads,
+        num_in_flight: cutlass.Constexpr,
+    ):
         """Some warps: one token's row to the pool rows of the lanes from `first_lane` on."""
         num_vectors = self.row_bytes // VECTOR_BYTES
-        for base in range(team.idx, num_vectors, team.num_threads * ROW_LOADS_IN_FLIGHT):
+        for base in range(team.idx, num_vectors, team.num_threads * num_in_flight):
             vectors = []
-            for i in cutlass.range_constexpr(ROW_LOADS_IN_FLIGHT):
+            for i in cutlass.range_constexpr(num_in_flight):
                 # Past the end the first vector is read again and not stored.
                 position = base + i * team.num_threads
                 position = schedule.select(position < num_vectors, position, base)
@@ -467,21 +477,61 @@ class Dispatch:
                 target_row = cute.arch.shuffle_sync(row, first_lane + slot)
                 if target_row >= 0:
                     target = view.address("pool") + Int64(target_row) * self.row_bytes
-                    for i in cutlass.range_constexpr(ROW_LOADS_IN_FLIGHT):
+                    for i in cutlass.range_constexpr(num_in_flight):
                         position = base + i * team.num_threads
                         if position < num_vectors:
                             ptx.st_global(target + Int64(position) * VECTOR_BYTES, vectors[i])
 
     @cute.jit
-    def bring_many(self, view: RankView, inputs: RankInputs, storage, buffers: Int32):
+    def bring_many(
+        self, view: RankView, inputs: RankInputs, storage, buffers: Int32, first_row: Int32 = 0
+    ):
         """One warp, after `scan`: this CTA's part in filling the pool, where tokens are many.
 
-        buffers   shared memory address of NUM_ROW_BUFFERS rows, aligned to 16 bytes
+        buffers    shared memory address of NUM_ROW_BUFFERS rows, aligned to 16 bytes
+        first_row  of the pool that `bring_first` leaves to this warp
         """
         _, _, _, are_few = self.share(view, storage)
         if are_few == 0:
             self.place(view, inputs, storage)
-            self.pull(view, inputs, storage, buffers, view.cta, view.num_ctas)
+            self.pull(view, inputs, storage, buffers, first_row + view.cta, view.num_ctas)
+
+    @cute.jit
+    def bring_first(self, view: RankView, inputs: RankInputs, storage, threads: Threads):
+        """All threads, after `scan`, where tokens are many: one of the pool's first rows each warp.
+
+        They are those of the first items: one warp would be as long over them as over any others,
+        and nothing is computed meanwhile.
+        """
+        _, _, _, are_few = self.share(view, storage)
+        if are_few == 0:
+            lane = cute.arch.lane_idx()
+            warp = cute.arch.make_warp_uniform(threads.idx // WARP_SIZE)
+            row = warp * view.num_ctas + view.cta
+            meta = Int32(0)
+            if row < storage.num_rows.data_ptr().load():
+                alive = Int32(1)
+                if const_expr(self.layout.num_ranks > 1):
+                    alive = view.watch.wait_peers(
+                        view.address("arrived"), self.layout.num_ranks, Phase.ARRIVED
+                    )
+                entry = view.address("src_meta") + Int64(row) * 8
+                has_route, low = view.watch.wait_tag(entry, view.step, Phase.ROUTE, view.rank)
+                meta = low * has_route * alive
+            # One lane may have given up before another.
+            if cute.arch.vote_all_sync(meta < 0):
+                own_row, tile, address = self.find_rows(
+                    view, inputs, storage, lane, row, meta & protocol.SLOT_MASK
+                )
+                team = Threads(lane, WARP_SIZE, 0)
+                self.copy_row(view, address, own_row, Int32(0), team, LONE_ROW_LOADS)
+                # FC1 reads the pool by tensor copies, another proxy than the stores.
+                cute.arch.fence_proxy("async.global")
+                cute.arch.sync_warp()
+                if own_row >= 0:
+                    count(view.counter(self.layout.counters.tokens_arrived + tile), 1)
+            # Also for ptxas, which would take the warps for diverged in all that follows.
+            threads.sync()
 
     @cute.jit
     def token_address(self, view: RankView, inputs: RankInputs, source: Int32, token: Int32):
@@ -493,8 +543,8 @@ class Dispatch:
         return address + Int64(token) * self.row_bytes
 
     @cute.jit
-    def pull(self, view, inputs, storage, buffers: Int32, worker: Int32, num_workers: Int32):
-        """One warp: this worker's rows, every `num_workers`-th, from their source into the pool.
+    def pull(self, view, inputs, storage, buffers: Int32, first_row: Int32, num_workers: Int32):
+        """One warp: every `num_workers`-th row from `first_row` on, from its source into the pool.
 
         Load of a row, store of the one before and arrival of the one before that overlap.
         """
@@ -511,7 +561,7 @@ class Dispatch:
             )
         # Sources were written by the generic proxy and are read by bulk copies.
         cute.arch.fence_proxy("async.global")
-        for base in range(worker, num_rows, num_workers * WARP_SIZE):
+        for base in range(first_row, num_rows, num_workers * WARP_SIZE):
             row = base + lane * num_workers
             meta = Int32(0)
             if row < num_rows:

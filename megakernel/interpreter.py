@@ -25,7 +25,9 @@ ROLES = ("dispatch", "gemm")
 @dataclass(frozen=True, kw_only=True)
 class Setup:
     """Geometry of a run. `fc1_slices`, `fc2_slices`: row slices of the two GEMMs of an expert,
-    `slices_per_item` of which make an item. `most_few`: tokens that a CTA brings at once."""
+    `slices_per_item` of which make an item. `most_few`: tokens that a CTA brings at once.
+    `num_math_warps`: a row of the pool each that a CTA's GEMM brings first, where tokens are many.
+    """
 
     workspace: Workspace
     num_experts: int
@@ -34,6 +36,7 @@ class Setup:
     fc2_slices: int = 2
     slices_per_item: int = 1
     most_few: int = 1
+    num_math_warps: int = 1
 
     def grid(self, num_slices: int) -> schedule.GemmGrid:
         return schedule.GemmGrid(
@@ -211,24 +214,28 @@ class Run:
                 yield _wait_flag(rank, "routed", peer, step, Phase.ROUTED)
         routing = yield from self._read_routing(rank, step)
         plan = self._plan(rank, routing)
-        yield Op("store", (rank, "plan", cta, step), (step, plan), scope="cta")
         order = [protocol.source_rank(rank, i, self.num_ranks) for i in range(self.num_ranks)]
         failed = any(isinstance(tokens, int) for tokens in routing)
         tokens = [] if failed else [(r, t) for r in order for t in range(len(routing[r]))]
         top_k = self.setup.workspace.top_k
         ctas_per_token = protocol.ctas_per_token(len(tokens), self.setup.num_ctas, top_k)
         first, end = protocol.share_bounds(len(tokens), self.setup.num_ctas, cta)
+        are_few = protocol.are_few(len(tokens), self.setup.num_ctas, top_k, self.setup.most_few)
+        num_first = 0 if ctas_per_token or are_few else self.setup.num_math_warps
+        yield Op("store", (rank, "plan", cta, step), (step, plan, num_first), scope="cta")
         if ctas_per_token:
             if cta // ctas_per_token < len(tokens):
                 slots = range(cta % ctas_per_token, top_k, ctas_per_token)
                 token = tokens[cta // ctas_per_token]
                 yield from self._bring_token(rank, step, plan, *token, slots)
-        elif protocol.are_few(len(tokens), self.setup.num_ctas, top_k, self.setup.most_few):
+        elif are_few:
             for token in tokens[first:end]:
                 yield from self._bring_token(rank, step, plan, *token, range(top_k))
         else:
             yield from self._place(rank, step, plan, tokens[first:end])
-            yield from self._pull(rank, cta, step, plan)
+            first_row = num_first * self.setup.num_ctas + cta
+            rows = range(first_row, len(plan.row_of), self.setup.num_ctas)
+            yield from self._pull(rank, step, plan, rows, is_bulk=True)
 
     def _stage(self, rank: int, cta: int, step: int) -> Program:
         tokens, num_ctas = self.routings[step - 1][rank], self.setup.num_ctas
@@ -301,10 +308,12 @@ class Run:
                 rank, step, plan, source, token, [row for row, _ in rows], is_bulk=False
             )
 
-    def _pull(self, rank: int, cta: int, step: int, plan: Plan) -> Program:
+    def _pull(
+        self, rank: int, step: int, plan: Plan, pool_rows: Sequence[int], *, is_bulk: bool
+    ) -> Program:
         for peer in range(self.num_ranks if self.num_ranks > 1 else 0):
             yield _wait_flag(rank, "arrived", peer, step, Phase.ARRIVED)
-        for row in range(cta, len(plan.row_of), self.setup.num_ctas):
+        for row in pool_rows:
             location = (rank, "src_meta", row)
             meta = yield Op(
                 *("wait", location),
@@ -320,7 +329,7 @@ class Run:
             if source != rank:
                 rows = [r for r in (yield Op("read", (rank, "pool_row", source, token))) if r >= 0]
                 self.moved["token", rank, step, source, token] += 1
-            yield from self._copy_token(rank, step, plan, source, token, rows, is_bulk=True)
+            yield from self._copy_token(rank, step, plan, source, token, rows, is_bulk=is_bulk)
 
     def _copy_token(
         self,
@@ -351,13 +360,17 @@ class Run:
     def _gemm(self, thread: Thread) -> Program:
         rank, cta = thread.rank, thread.cta
         step = self.steps[rank] + 1
-        _, plan = yield Op(
+        _, plan, num_first = yield Op(
             *("wait", (rank, "plan", cta, step)),
             scope="cta",
             ready=lambda plan: plan != 0,
             phase=Phase.ROUTE,
             peer=rank,
         )
+        end = min(num_first * self.setup.num_ctas, len(plan.row_of))
+        if num_first:
+            pool_rows = range(cta, end, self.setup.num_ctas)
+            yield from self._pull(rank, step, plan, pool_rows, is_bulk=False)
         items = list(self._items(plan))
         while True:
             counter = (rank, "counters", protocol.bank(step), self.counters.next_item)

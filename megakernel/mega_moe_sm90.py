@@ -15,9 +15,10 @@ tokens    1           producer   record full, tokens_arrived or     ring full, r
 dispatch  2           producer   arrived (peers), src_meta,         src_meta, tokens_arrived,
                                  bulk copies                        lent stages empty, NAME_BROUGHT
 -         3           producer
-math      4 a group   math       of few tokens: arrived (peers);    tokens_arrived, src_meta;
-                                 ring full, record full;            ring empty, record empty,
-                                 at the end finished, drained       fc1_done; finished, drained
+math      4 a group   math       of few tokens or the first rows:   tokens_arrived, src_meta;
+                                 arrived (peers), src_meta;         ring empty, record empty,
+                                 ring full, record full;            fc1_done; finished, drained
+                                 at the end finished, drained
 
 All warps stage, wait and scan before they part: every CTA then knows rows, place and tiles of each
 expert, so that each finds the items by itself.
@@ -324,6 +325,7 @@ class MegaMoESm90:
                     thread_idx - THREADS_PER_WARPGROUP, self.num_math_threads, NAME_MATH
                 )
                 self.dispatch.bring_few(view, inputs, shared.dispatch, threads)
+                self.dispatch.bring_first(view, inputs, shared.dispatch, threads)
                 self.math_role(
                     *(view, shared, bars, decoder, mmas, factors),
                     *(warpgroup_idx - 1, thread_idx % THREADS_PER_WARPGROUP),
@@ -516,7 +518,8 @@ class MegaMoESm90:
     @cute.jit
     def dispatch_role(self, view, inputs, shared, bars):
         """Dispatch warp: this CTA's part in filling the pool; then gives lent stages back."""
-        self.dispatch.bring_many(view, inputs, shared.dispatch, self.row_buffers(shared))
+        first_row = view.num_ctas * self.num_math_warps  # behind those of the math warps
+        self.dispatch.bring_many(view, inputs, shared.dispatch, self.row_buffers(shared), first_row)
         view.mark(Moment.BROUGHT, one_warp())
         if cute.arch.lane_idx() < self.num_math_warps:
             for i in cutlass.range_constexpr(self.spec.num_lent_stages):

@@ -53,6 +53,7 @@ def test_random_routings_and_interleavings_keep_every_promise(num_ranks, num_cta
         setup = make_setup(
             *(num_ranks, num_ctas, rng.randint(num_ranks, 5), 2, rng.randint(1, 2)),
             most_few=rng.randint(1, 2),
+            num_math_warps=rng.randint(1, 2),
         )
         run(setup, [random_routing(rng, setup) for _ in range(3)], seed)
 
