@@ -3,6 +3,7 @@
     torch        `TorchTransport`, all-to-all over torch.distributed; several ranks, never a graph
     fused        the mega kernel's dispatch and combine as a kernel of their own; GPUs. Its terms
                  are the tokens themselves
+    fused-bare   the same built without the time-out checks of its waits, to show what they take
     nccl-ep-ll   NCCL-EP low latency, rank-major; several GPUs. A rank sends one row for each token
     nccl-ep-ht   NCCL-EP high throughput, flat; the same
 
@@ -100,6 +101,7 @@ def run(args: argparse.Namespace, group: EpGroup) -> Report:
         benches["torch"] = bench_torch
     if is_cuda:
         benches["fused"] = bench_fused
+        benches["fused-bare"] = functools.partial(bench_fused, is_bounded=False)
     for mode in NCCL_EP_LAYOUTS if is_cuda and is_several else ():
         misfit = nccl_ep_misfit(mode, shape, max(args.tokens), group)
         if misfit is None:
@@ -111,11 +113,12 @@ def run(args: argparse.Namespace, group: EpGroup) -> Report:
         inputs = random_inputs(shape, num_tokens, group)
         traffic = count_traffic(shape, inputs, group)
         for transport, bench in benches.items():
-            times, num_back = bench(args, shape, inputs, group, traffic)
-            is_graph = args.graph and transport != "torch"
-            results.append(
-                make_result(transport, is_graph, shape, inputs, group, times, traffic, num_back)
-            )
+            is_captured = args.graph and transport != "torch"
+            for is_graph in (True, False) if is_captured and args.eager else (is_captured,):
+                times, num_back = bench(args, shape, inputs, group, traffic, is_graph)
+                results.append(
+                    make_result(transport, is_graph, shape, inputs, group, times, traffic, num_back)
+                )
     ping_pong_us = None
     if is_cuda and group.num_ranks == 2:
         ping_pong_us = time_ping_pong(group)
@@ -126,7 +129,12 @@ Times = dict[str, torch.Tensor]  # "dispatch" and "round": microseconds of each 
 
 
 def bench_torch(
-    args: argparse.Namespace, shape: MoEShape, inputs: MoEInputs, group: EpGroup, traffic: Traffic
+    args: argparse.Namespace,
+    shape: MoEShape,
+    inputs: MoEInputs,
+    group: EpGroup,
+    traffic: Traffic,
+    is_graph: bool,
 ) -> tuple[Times, int]:
     """Times, and the rows that all ranks send back to other ranks; as every function here."""
     owner_E = owners(shape, group)
@@ -155,15 +163,22 @@ def bench_torch(
         transport.combine(rows, transport.dispatch(outgoing))
 
     times = {
-        "dispatch": microseconds(lambda: transport.dispatch(outgoing), group, args, False),
-        "round": microseconds(round_trip, group, args, False),
+        "dispatch": microseconds(lambda: transport.dispatch(outgoing), group, args, is_graph),
+        "round": microseconds(round_trip, group, args, is_graph),
     }
     transport.destroy()
     return times, traffic.num_terms
 
 
 def bench_fused(
-    args: argparse.Namespace, shape: MoEShape, inputs: MoEInputs, group: EpGroup, traffic: Traffic
+    args: argparse.Namespace,
+    shape: MoEShape,
+    inputs: MoEInputs,
+    group: EpGroup,
+    traffic: Traffic,
+    is_graph: bool,
+    *,
+    is_bounded: bool = True,
 ) -> tuple[Times, int]:
     from moe_ep.megakernel.fused_transport import FusedTransport  # needs CuTe DSL
 
@@ -184,10 +199,11 @@ def bench_fused(
             hidden=shape.hidden,
             max_tokens_per_rank=num_tokens,
             combines=combines,
+            is_bounded=is_bounded,
             timeout_s=TIMEOUT_S,
         )
         step = functools.partial(transport.forward, *arguments)
-        times[name] = microseconds(step, group, args, args.graph)
+        times[name] = microseconds(step, group, args, is_graph)
         transport.check()
         transport.destroy()
     terms_TKH = inputs.hidden_states[:, None].expand(-1, shape.top_k, -1)
@@ -203,6 +219,7 @@ def bench_nccl_ep(
     inputs: MoEInputs,
     group: EpGroup,
     traffic: Traffic,
+    is_graph: bool,
 ) -> tuple[Times, int]:
     from moe_ep.comm.nccl_ep import NcclEpSpec, NcclEpTransport  # needs nccl.ep when built
 
@@ -227,13 +244,13 @@ def bench_nccl_ep(
         transport.combine(dispatch(), out_TH)
 
     round_trip()
-    times = {"round": microseconds(round_trip, group, args, args.graph)}
+    times = {"round": microseconds(round_trip, group, args, is_graph)}
     # One row came back from each rank that a token went to: the token itself.
     num_rows_T1 = destinations(shape, inputs, group).sum(1, keepdim=True)
     check_equal(f"nccl-ep-{mode}", out_TH, (x_TH.float() * num_rows_T1).bfloat16())
     rows_NH = dispatch()
     times["dispatch"] = microseconds(
-        dispatch, group, args, args.graph, before=lambda: transport.combine(rows_NH, out_TH)
+        dispatch, group, args, is_graph, before=lambda: transport.combine(rows_NH, out_TH)
     )
     transport.combine(rows_NH, out_TH)
     torch.cuda.synchronize(group.device)

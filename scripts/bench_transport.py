@@ -7,15 +7,18 @@ Each line: one launch in a CUDA graph, L2 read over before it, median and 99th p
 against plain torch first. GB/s count each routed row once for the dispatch (H BF16), twice with
 the terms; virtual ranks share one GPU's memory, so these are no NVLink figures.
 
-    bounded   waits with time-out checks; their cost is the difference to `bare`
+    checks    what the time-out checks of all waits take: a build without them takes turns with the
+              one that runs, `--repeats` times 4 each; percent of the latter's median
     moments   when the CTAs reached each `protocol.Moment`, us after the first one started: median
               and last CTA, each the median of the repeats; a build of its own, as taking them costs
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -46,20 +49,20 @@ class Case:
         self.group = EpGroup.single("cuda") if num_ranks == 1 else EpGroup.virtual(num_ranks)
         self.shape = geometry(num_tokens, args)
 
-    def graph(self, **options) -> torch.cuda.CUDAGraph:
-        self.transport = FusedTransport(self.group, timeout_s=5.0, **self.shape, **options)
-        self.launch()
+    @contextlib.contextmanager
+    def build(self, **options) -> Iterator[tuple[torch.cuda.CUDAGraph, FusedTransport]]:
+        transport = FusedTransport(self.group, timeout_s=5.0, **self.shape, **options)
+        tensors = (self.x, self.ids, self.weights, self.num_tokens, self.scale, self.out)
+        transport.forward(*tensors)
         torch.cuda.synchronize()
-        self.transport.check()
+        transport.check()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self.launch()
-        return graph
-
-    def launch(self) -> None:
-        self.transport.forward(
-            self.x, self.ids, self.weights, self.num_tokens, self.scale, self.out
-        )
+            transport.forward(*tensors)
+        yield graph, transport
+        torch.cuda.synchronize()
+        transport.check()
+        transport.destroy()
 
     def check(self) -> None:
         total = torch.zeros_like(self.x, dtype=torch.float32)
@@ -71,29 +74,32 @@ class Case:
             raise SystemExit(f"wrong values for {self.shape} over {self.group.num_ranks} ranks")
 
 
-def times_us(graph: torch.cuda.CUDAGraph, flush: torch.Tensor, repeats: int) -> list[float]:
-    times = []
+def times_us(
+    graphs: list[torch.cuda.CUDAGraph], flush: torch.Tensor, repeats: int
+) -> list[list[float]]:
+    """Of each graph, in rising order; the graphs take turns."""
+    times = [[] for _ in graphs]
     for _ in range(repeats + 3):
-        flush.sum()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1000 * start.elapsed_time(end))
-    return sorted(times[3:])
+        for graph, taken in zip(graphs, times, strict=True):
+            flush.sum()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            taken.append(1000 * start.elapsed_time(end))
+    return [sorted(taken[3:]) for taken in times]
 
 
 def moments_us(case: Case, flush: torch.Tensor, repeats: int) -> dict[str, list[float]]:
     """Moment -> [median, last] CTA."""
-    graph = case.graph(has_stamps=True)
     runs = []
-    for _ in range(repeats):
-        flush.sum()
-        graph.replay()
-        stamps = case.transport.stamps
-        runs.append(((stamps - stamps[:, Moment.STARTED].min()).double() / 1000).cpu())
-    case.transport.destroy()
+    with case.build(has_stamps=True) as (graph, transport):
+        for _ in range(repeats):
+            flush.sum()
+            graph.replay()
+            stamps = transport.stamps
+            runs.append(((stamps - stamps[:, Moment.STARTED].min()).double() / 1000).cpu())
     result = {}
     for moment in Moment:
         spread = [(run[:, moment].median(), run[:, moment].max()) for run in runs]
@@ -111,16 +117,20 @@ BUILDS = {
 
 
 def measure(case: Case, flush: torch.Tensor, repeats: int) -> dict:
-    result = {}
-    for name, options in BUILDS.items():
-        graph = case.graph(**options)
-        times = times_us(graph, flush, repeats)
-        if name != "dispatch":
+    times = {}
+    with case.build(**BUILDS["dispatch"]) as (graph, _):
+        (times["dispatch"],) = times_us([graph], flush, repeats)
+    with case.build() as (graph, _), case.build(**BUILDS["bare"]) as (bare, _):
+        times["round"], times["bare"] = times_us([graph, bare], flush, 4 * repeats)
+        for one in (bare, graph):
+            case.out.fill_(float("nan"))
+            one.replay()
             case.check()
-        case.transport.check()
-        case.transport.destroy()
-        result[f"{name}_us"] = round(statistics.median(times), 2)
-        result[f"{name}_p99_us"] = round(times[int(0.99 * (len(times) - 1))], 2)
+    result = {}
+    for name, taken in times.items():
+        result[f"{name}_us"] = round(statistics.median(taken), 2)
+        result[f"{name}_p99_us"] = round(taken[int(0.99 * (len(taken) - 1))], 2)
+    result["checks_percent"] = round(100 * (1 - result["bare_us"] / result["round_us"]), 2)
     result["moments_us"] = moments_us(case, flush, repeats)
     row_bytes = case.ids.numel() * case.x.shape[-1] * 2
     result["dispatch_gb_s"] = round(row_bytes / result["dispatch_us"] / 1e3, 1)
@@ -186,8 +196,8 @@ def main() -> None:
         print(
             f"R {num_ranks} T {num_tokens:5d}  dispatch {result['dispatch_us']:8.1f} us "
             f"({result['dispatch_gb_s']:7.1f} GB/s)  round {result['round_us']:8.1f} us, p99 "
-            f"{result['round_p99_us']:8.1f} ({result['round_gb_s']:7.1f} GB/s)  bare "
-            f"{result['bare_us']:8.1f} us",
+            f"{result['round_p99_us']:8.1f} ({result['round_gb_s']:7.1f} GB/s)  checks "
+            f"{result['checks_percent']:5.2f} %",
             flush=True,
         )
         moments = result["moments_us"].items()
