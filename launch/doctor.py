@@ -1,7 +1,8 @@
 """`moe-ep doctor`: what this machine has, what each part enables, and how to get what is missing.
 
-Looks only: imports torch, reads package metadata, asks nvidia-smi. Exit code 0 on any machine on
-which torch imports, with or without a GPU.
+Imports torch, reads package metadata, asks nvidia-smi; on GPUs the checks of `doctor_checks.py`
+run. Exit code 0 on any machine on which torch imports, with or without a GPU; 1 where a check
+fails.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -19,9 +21,11 @@ import torch.distributed as dist
 from moe_ep.backends import supports
 from moe_ep.comm.nccl_ep_limits import loaded_nccl
 from moe_ep.launch.backends import BACKENDS
+from moe_ep.launch.doctor_checks import Outcome, run_checks
 from moe_ep.launch.geometries import geometry
 
 _SMI_TIMEOUT_S = 20
+_VERDICTS = {True: "[green]right", False: "[red]failed", None: "[yellow]not run"}
 
 
 @dataclass(frozen=True)
@@ -177,6 +181,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     findings, backends = examine(), examine_backends()
+    outcomes = run_checks(lambda line: print(line, file=sys.stderr, flush=True))
     if args.json:
         report = {
             "parts": [asdict(finding) | {"found": finding.is_found} for finding in findings],
@@ -184,14 +189,17 @@ def run(args: argparse.Namespace) -> int:
                 {"backend": name, "ok": ok, "reason": reason}
                 for name, (ok, reason) in backends.items()
             ],
+            "checks": [asdict(outcome) for outcome in outcomes],
         }
         print(json.dumps(report, indent=2))
     else:
-        _print_tables(findings, backends)
-    return 0
+        _print_tables(findings, backends, outcomes)
+    return int(any(outcome.ok is False for outcome in outcomes))
 
 
-def _print_tables(findings: list[Finding], backends: dict[str, tuple[bool, str]]) -> None:
+def _print_tables(
+    findings: list[Finding], backends: dict[str, tuple[bool, str]], outcomes: list[Outcome]
+) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -210,3 +218,11 @@ def _print_tables(findings: list[Finding], backends: dict[str, tuple[bool, str]]
     console = Console()
     console.print(parts)
     console.print(runs)
+    if not outcomes:
+        return
+    checks = Table(title="checks on the GPUs", title_justify="left")
+    for heading in ("check", "outcome", "what was seen"):
+        checks.add_column(heading, overflow="fold")
+    for outcome in outcomes:
+        checks.add_row(outcome.check, _VERDICTS[outcome.ok], escape(outcome.detail))
+    console.print(checks)

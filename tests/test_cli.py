@@ -1,12 +1,13 @@
 """The moe-ep command and its doctor."""
 
 import json
+import os
 import platform
 
 import pytest
 import torch
 
-from moe_ep.launch import cli, doctor
+from moe_ep.launch import cli, doctor, doctor_checks
 
 TOPOLOGY = (
     "\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\x1b[0m\n"
@@ -78,6 +79,39 @@ def test_doctor_prints_a_table_with_brackets_intact(
     monkeypatch.setattr(doctor, "_version", lambda distribution: None)
     assert cli.main(["doctor"]) == 0
     assert 'pip install -e ".[nccl-ep]"' in capsys.readouterr().out
+
+
+def sees_its_rank(rank: int, num_ranks: int) -> str:
+    return f"rank {rank} of {num_ranks}"
+
+
+def has_wrong_values(rank: int, num_ranks: int) -> str:
+    doctor_checks.require_equal(torch.zeros(3).bfloat16(), torch.ones(3).bfloat16(), "rows")
+    return "not reached"
+
+
+def dies(rank: int, num_ranks: int) -> str:
+    os.abort()
+
+
+def test_a_check_that_fails_or_dies_is_a_line_of_the_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workers = (sees_its_rank, has_wrong_values, dies)
+    outcomes = [
+        doctor_checks.run_check(doctor_checks.Check(worker.__name__, 1, worker), "cpu")
+        for worker in workers
+    ]
+    assert [outcome.ok for outcome in outcomes] == [True, False, False]
+    assert outcomes[0].detail == "rank 0 of 1"
+    assert "rows: 3 of 3 values are wrong" in outcomes[1].detail
+    assert "SIGABRT" in outcomes[2].detail
+    monkeypatch.setenv("COLUMNS", "160")
+    for some, code in ((outcomes[:1], 0), (outcomes, 1)):
+        monkeypatch.setattr(doctor, "run_checks", lambda say, some=some: some)
+        assert cli.main(["doctor"]) == code
+    printed = capsys.readouterr().out
+    assert "3 of 3 values are wrong" in printed and "failed" in printed
 
 
 def test_nvlinks_are_counted_once_a_pair() -> None:
