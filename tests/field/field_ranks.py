@@ -207,6 +207,10 @@ class OneRankLayer(RowLayer):
     def __init__(self, module: MoEEpLayer) -> None:
         self.module, self.device = module, module.group.device
         self.check, self.destroy = module.check, module.destroy
+        self.warmup = module.warmup
+
+    def refit(self, weights: MoEWeights) -> None:
+        self.module.update_weights(weights.to(self.device))
 
     def bind(self, parts: Sequence[MoEInputs]) -> Call:
         def stack(parts: Sequence[MoEInputs]) -> MoEInputs:
@@ -258,6 +262,14 @@ class VirtualLayer(RowLayer):
             **options,
         )
         self.destroy = self.mega.destroy
+
+    def refit(self, weights: MoEWeights) -> None:
+        from moe_ep.megakernel.formats import prepare
+
+        prepare(weights.to("cuda"), out=self.prepared)
+
+    def warmup(self) -> None:
+        self.mega.warmup()
 
     def check(self) -> None:
         torch.cuda.synchronize()
