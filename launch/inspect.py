@@ -29,8 +29,7 @@ from moe_ep.checkpoint_formats import CHECKPOINT_FORMATS, CheckpointFormat
 from moe_ep.checkpoint_layout import find_projections
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.launch.estimate import format_bytes
-from moe_ep.megakernel.problem import MoEShape
-from moe_ep.weights import PARALLEL_MODES
+from moe_ep.megakernel.problem import PARALLEL_MODES, MoEShape
 
 _PROGRESS_MIN_TENSORS = 20_000  # about two seconds
 _NUM_EXAMPLES = 3

@@ -2,6 +2,8 @@
 
 drain    count `finished`; the last CTA signals drained[rank] at every peer; wait for all ranks
 reduce   out[t] = bf16(sum over k of topk_weights[t, k] * terms[t, k]), slot order, FP32
+
+Under tp the drain counts `summed`, and what is before and after it is `combine_tp.py`'s.
 """
 
 from dataclasses import dataclass
@@ -29,6 +31,12 @@ class Combine:
 
     dispatch: Dispatch
 
+    @property
+    def last_counter(self) -> int:
+        """Of the CTAs that have left all that other ranks wait for."""
+        counters = self.dispatch.layout.counters
+        return counters.summed if self.dispatch.layout.is_tp else counters.finished
+
     @cute.jit
     def drain(self, view: RankView, storage, threads: Threads):
         """All threads, after the CTA's last term: until every rank's terms are here.
@@ -37,7 +45,7 @@ class Combine:
         so that no peer sums what never came.
         """
         layout = self.dispatch.layout
-        finished = view.counter(layout.counters.finished)
+        finished = view.counter(self.last_counter)
         threads.sync()
         if threads.idx < WARP_SIZE:
             is_last, alive = Int32(0), Int32(1)

@@ -1,6 +1,7 @@
 """Tokens to the ranks that hold their experts: phases A to D of `protocol.py`, as device functions.
 
-    stage   own ids and x to where peers find them, then routed[rank], arrived[rank] at every peer
+    stage   own ids (under tp routing weights too) and x to where peers find them, then
+            routed[rank], arrived[rank] at every peer
     wait    for all ranks' routing
     scan    all routes to this rank's experts: rows, first_row, first_tile, order in shared memory
     bring   tokens into the pool, by whole rows. Either
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from moe_ep.comm import ptx
 from moe_ep.comm.device import arrive, count, int32_ptr, int64_ptr, signal_peers
@@ -116,11 +117,21 @@ class Dispatch:
             loaded = self.load_id(inputs.topk_ids, index)
             self.note_bad_id(view, index, loaded)
             (ids + index).store(self.known_expert(loaded))
+        if const_expr(self.layout.is_tp):
+            self.stage_weights(view, inputs, threads, peer, num_tokens)
         threads.sync()
         if threads.idx == 0:
             (int32_ptr(view.peer_address(peer, "num_tokens")) + view.rank).store(inputs.num_tokens)
             flag = int32_ptr(view.peer_address(peer, "routed")) + view.rank
             cute.arch.store(flag, view.step, sem="release", scope="sys")
+
+    @cute.jit
+    def stage_weights(self, view, inputs, threads: Threads, peer: Int32, num_tokens: Int32):
+        """All threads: routing weights of this rank to one peer."""
+        weights = float32_ptr(view.peer_address(peer, "weights") + self.ids_offset(view.rank))
+        own = float32_ptr(inputs.topk_weights)
+        for index in range(threads.idx, num_tokens * self.layout.top_k, threads.num_threads):
+            (weights + index).store((own + index).load())
 
     @cute.jit
     def stage_tokens(self, view, inputs, threads: Threads, first_token: Int32, end_token: Int32):
@@ -663,7 +674,7 @@ class Dispatch:
     # ---- routing ids
 
     def ids_offset(self, rank: Int32) -> Int64:
-        """Bytes of a rank's part of the region ids."""
+        """Bytes before a rank's part of the region ids, or of weights."""
         return Int64(rank) * (self.layout.max_tokens_per_rank * self.layout.top_k * 4)
 
     def load_id(self, topk_ids: Int64, index):
@@ -677,6 +688,12 @@ class Dispatch:
             return self.load_id(inputs.topk_ids, index)
         return (int32_ptr(view.address("ids") + self.ids_offset(source)) + index).load()
 
+    def routed_weight(self, view: RankView, inputs: RankInputs, source: Int32, index) -> Float32:
+        """Routing weight of a source's slot token * K + slot, under tp."""
+        if self.layout.num_ranks == 1:
+            return (float32_ptr(inputs.topk_weights) + index).load()
+        return (float32_ptr(view.address("weights") + self.ids_offset(source)) + index).load()
+
     @cute.jit
     def known_expert(self, loaded) -> Int32:
         """An id, -1 where it is masked or not an expert."""
@@ -689,12 +706,15 @@ class Dispatch:
     @cute.jit
     def local_expert(self, view: RankView, loaded) -> Int32:
         """Local expert of an id; -1 for none and for one of another rank."""
-        share, extra = divmod(self.num_experts, self.layout.num_ranks)
-        first = view.rank * share + cutlass.min(view.rank, Int32(extra))
-        num_local = share + Int32(view.rank < extra)
-        local = self.known_expert(loaded) - first
-        if (local < 0) | (local >= num_local):
-            local = Int32(-1)
+        if const_expr(self.layout.is_tp):
+            local = self.known_expert(loaded)
+        else:
+            share, extra = divmod(self.num_experts, self.layout.num_ranks)
+            first = view.rank * share + cutlass.min(view.rank, Int32(extra))
+            num_local = share + Int32(view.rank < extra)
+            local = self.known_expert(loaded) - first
+            if (local < 0) | (local >= num_local):
+                local = Int32(-1)
         return local
 
     @cute.jit
@@ -709,6 +729,10 @@ class Dispatch:
         record = int32_ptr(view.watch.record)
         cute.arch.store(record + FIELDS.index(other_name), Int32(other), sem="relaxed", scope="sys")
         cute.arch.store(record + FIELDS.index(name), Int32(value), sem="release", scope="sys")
+
+
+def float32_ptr(address: Int64) -> cute.Pointer:
+    return cute.make_ptr(Float32, address, cute.AddressSpace.gmem)
 
 
 def _add(pointer: cute.Pointer, value: Int32) -> Int32:

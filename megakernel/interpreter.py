@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_ep.megakernel import protocol, schedule
+from moe_ep.megakernel import interpreter_tp, protocol, schedule
 from moe_ep.megakernel.memory_model import Fault, Machine, Op, Program, ProtocolError, Thread
 from moe_ep.megakernel.problem import owned_experts
 from moe_ep.megakernel.protocol import Phase
@@ -104,8 +104,11 @@ class Run:
     ) -> None:
         self.setup, self.routings = setup, routings
         self.num_ranks = setup.workspace.num_ranks
+        self.is_tp = setup.workspace.is_tp
+        num_dividing = 1 if self.is_tp else self.num_ranks  # the experts
         self.experts = [
-            owned_experts(setup.num_experts, self.num_ranks, rank) for rank in range(self.num_ranks)
+            owned_experts(setup.num_experts, num_dividing, 0 if self.is_tp else rank)
+            for rank in range(self.num_ranks)
         ]
         self.counters = setup.workspace.counters
         self.machine = Machine(seed, fault)
@@ -158,6 +161,9 @@ class Run:
         values = self.machine.values
         for token, ids in enumerate(() if failed else routing[rank]):
             terms = tuple((step, rank, token, expert) for expert in ids if expert >= 0)
+            if self.is_tp:
+                weights = (step, rank, token)
+                terms = tuple((peer, weights, *terms) for peer in range(self.num_ranks))
             if values[rank, "out", token] != terms:
                 raise ProtocolError(
                     f"rank {rank} step {step} token {token}: {values[rank, 'out', token]}, "
@@ -172,6 +178,8 @@ class Run:
         num_tokens, routing = 0, self.routings[step - 1]
         plan = self._plan(rank, routing)
         expected = {self.counters.finished: self.setup.num_ctas}
+        if self.is_tp:
+            expected[self.counters.summed] = self.setup.num_ctas
         if self.num_ranks > 1:
             tokens = routing[rank]
             own = 0 if isinstance(tokens, int) else len(tokens)
@@ -212,7 +220,7 @@ class Run:
             yield from self._stage(rank, cta, step)
             for peer in range(self.num_ranks):
                 yield _wait_flag(rank, "routed", peer, step, Phase.ROUTED)
-        routing = yield from self._read_routing(rank, step)
+        routing = yield from self.read_routing(rank, step)
         plan = self._plan(rank, routing)
         order = [protocol.source_rank(rank, i, self.num_ranks) for i in range(self.num_ranks)]
         failed = any(isinstance(tokens, int) for tokens in routing)
@@ -244,6 +252,8 @@ class Run:
         for peer in range(cta, self.num_ranks, num_ctas):
             for token in range(num_tokens):
                 yield Op("write", (peer, "ids", rank, token), tuple(tokens[token]))
+                if self.is_tp:
+                    yield Op("write", (peer, "weights", rank, token), (step, rank, token))
             yield Op("write", (peer, "num_tokens", rank), tokens if is_refused else num_tokens)
             yield Op("store", (peer, "routed", rank), step, scope="sys")
         stager, num_stagers = num_ctas - 1 - cta, protocol.num_stagers(num_tokens, num_ctas)
@@ -256,7 +266,7 @@ class Run:
                 for peer in range(self.num_ranks):
                     yield Op("store", (peer, "arrived", rank), step, scope="sys")
 
-    def _read_routing(self, rank: int, step: int) -> Program:
+    def read_routing(self, rank: int, step: int) -> Program:
         routing = list(self.routings[step - 1])
         if self.num_ranks > 1:
             for source in range(self.num_ranks):
@@ -378,8 +388,11 @@ class Run:
             if index >= len(items):
                 break
             yield from self._item(rank, step, plan, *items[index])
+        if self.is_tp:
+            yield from interpreter_tp.send_parts(self, rank, cta, step)
         yield from self._drain(rank, step)
-        yield from self._reduce(rank, cta, step)
+        reduce = interpreter_tp.reduce_parts if self.is_tp else Run._reduce
+        yield from reduce(self, rank, cta, step)
 
     def _items(self, plan: Plan):
         """(GEMM, item, tile) in the order of the list: all of FC1, then all of FC2."""
@@ -415,12 +428,14 @@ class Run:
             for s in slices:
                 term = (*value, expert + self.experts[rank].start)
                 self.moved["term", rank, step, source, token, slot, s] += 1
-                yield Op("write", (source, "terms", token, slot, s), term)
+                place = (rank, "terms", source) if self.is_tp else (source, "terms")
+                yield Op("write", (*place, token, slot, s), term)
         if gemm == 1:
             yield self._count(rank, step, self.counters.fc1_done + tile, len(slices))
 
     def _drain(self, rank: int, step: int) -> Program:
-        counter = (rank, "counters", protocol.bank(step), self.counters.finished)
+        last = self.counters.summed if self.is_tp else self.counters.finished
+        counter = (rank, "counters", protocol.bank(step), last)
         if (yield Op("add", counter, 1, acquire=True)) == self.setup.num_ctas - 1:
             yield Op("write", (rank, "step", 0), step)
             for peer in range(self.num_ranks if self.num_ranks > 1 else 0):

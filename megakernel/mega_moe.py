@@ -91,6 +91,7 @@ class MegaSpec:
             has_bias=self.has_bias13 if is_fc1 else self.has_bias2,
             num_experts=self.layout.num_local_experts,
             scatters_rows=not is_fc1,
+            is_fp32=not is_fc1 and self.layout.is_tp,
             knobs=self.knobs,
         )
 
@@ -159,7 +160,11 @@ class Bucket:
 
 
 def make_buckets(
-    weights_format: str, shape: MoEShape, max_tokens_per_rank: int, num_ranks: int
+    weights_format: str,
+    shape: MoEShape,
+    max_tokens_per_rank: int,
+    num_ranks: int,
+    parallel: str = "ep",
 ) -> tuple[Bucket, ...]:
     """The builds of the knob table that a capacity can need, by ascending tokens.
 
@@ -167,7 +172,7 @@ def make_buckets(
     the CTA has brought its share of them; one that has no three stages left then is passed over.
     """
     rows = [row for row in KNOB_TABLE if weights_format in row.formats]
-    num_experts = -(-shape.num_experts // num_ranks)
+    num_experts = most_local_experts(shape, num_ranks, parallel)
     free = MAX_SMEM_BYTES - row_buffer_bytes(shape.hidden) - scan_bytes(num_experts, num_ranks)
     choices = []
     for row in rows:
@@ -207,20 +212,40 @@ def usual_rows(max_rows: float) -> float:
     return ((math.sqrt(2.25 + 4 * max_rows) - 1.5) / 2) ** 2
 
 
+def most_local_experts(shape: MoEShape, num_ranks: int, parallel: str) -> int:
+    """Experts of the rank that holds most."""
+    return shape.num_experts if parallel == "tp" else -(-shape.num_experts // num_ranks)
+
+
 def make_layout(
-    shape: MoEShape, num_ranks: int, max_tokens_per_rank: int, buckets: tuple[Bucket, ...]
+    shape: MoEShape,
+    num_ranks: int,
+    max_tokens_per_rank: int,
+    buckets: tuple[Bucket, ...],
+    parallel: str = "ep",
 ) -> Workspace:
-    """The workspace that all builds share."""
+    """The workspace that all builds share.
+
+    Raises `MoEEpConfigError` under tp for an intermediate whose parts the kernel does not take.
+    """
+    num_parts = num_ranks if parallel == "tp" else 1
+    multiple = num_parts * CHANNEL_MULTIPLE
+    if num_parts > 1 and shape.intermediate % multiple:
+        raise MoEEpConfigError(
+            f"intermediate must be a multiple of {multiple} over {num_parts} tp ranks for this "
+            f"kernel, got {shape.intermediate}"
+        )
     least_width = min(bucket.knobs.max_tile_width for bucket in buckets)
     return Workspace(
         num_ranks=num_ranks,
-        num_local_experts=-(-shape.num_experts // num_ranks),
+        num_local_experts=most_local_experts(shape, num_ranks, parallel),
         top_k=shape.top_k,
         hidden=shape.hidden,
-        intermediate=shape.intermediate,
+        intermediate=shape.intermediate // num_parts,
         max_tokens_per_rank=max_tokens_per_rank,
         max_tile_width=least_width,
         least_tile_width=least_width,
+        parallel=parallel,
     )
 
 
@@ -250,6 +275,8 @@ def fit_spec(
 class MegaMoE:
     """One layer's geometry on one GPU: this rank, or all ranks of a virtual group. Collective.
 
+    parallel   "ep": ranks divide the experts, "tp": every expert's intermediate
+    has_bias2  of this rank's weights: under tp rank 0 alone has it
     knobs      None: the knob table's build for each call's bound on tokens; no choice changes bits
     max_sms    most SMs that a launch takes; None: all
     is_bounded False builds kernels whose waits have no end
@@ -267,6 +294,7 @@ class MegaMoE:
         weights_format: str,
         *,
         max_tokens_per_rank: int,
+        parallel: str = "ep",
         has_bias13: bool = False,
         has_bias2: bool = False,
         knobs: KernelKnobs | None = None,
@@ -280,9 +308,9 @@ class MegaMoE:
         self.buckets = (
             (Bucket(max_tokens_per_rank, knobs),)
             if knobs
-            else make_buckets(weights_format, shape, max_tokens_per_rank, group.num_ranks)
+            else make_buckets(weights_format, shape, max_tokens_per_rank, group.num_ranks, parallel)
         )
-        layout = make_layout(shape, group.num_ranks, max_tokens_per_rank, self.buckets)
+        layout = make_layout(shape, group.num_ranks, max_tokens_per_rank, self.buckets, parallel)
         self._spec = functools.partial(
             fit_spec,
             shape=shape,
@@ -346,7 +374,7 @@ class MegaMoE:
         x, out        [T, H] BF16; of n virtual ranks [n, C, H], C the capacity
         topk_ids      [T, K] int32 or int64, [n, C, K]
         topk_weights  [T, K] FP32, [n, C, K]
-        weights       of this rank's experts; of virtual ranks those of all experts
+        weights       of this rank; of virtual ranks those of all ranks, one after the other
         max_tokens    bound on every rank's tokens that chooses the build; default: the capacity.
                       One rank alone knows it: T
         num_tokens    [n] int32 on the GPU, T of each virtual rank, or -1 - code to refuse

@@ -48,6 +48,7 @@ from moe_ep.comm.device import Watch, count, int32_ptr, int64_ptr
 from moe_ep.comm.ptx import prefetch_l2
 from moe_ep.megakernel import protocol, schedule
 from moe_ep.megakernel.combine import Combine
+from moe_ep.megakernel.combine_tp import CombineTp
 from moe_ep.megakernel.compile_cache import CompiledFunction, compile_for_sm90
 from moe_ep.megakernel.decode import make_decoder
 from moe_ep.megakernel.dispatch import WARP_SIZE, Dispatch
@@ -89,8 +90,11 @@ class MegaMoESm90:
         self.mainloop = MainloopSm90(spec.weights_format, spec.knobs)
         self.dispatch = Dispatch(spec.layout, spec.num_experts, spec.ids_are_int64)
         self.combine = Combine(self.dispatch)
+        self.combine_tp = CombineTp(self.dispatch)
         self.epilogues = tuple(
-            EpilogueSm90(gemm.activation, gemm.num_channels, has_bias=gemm.has_bias)
+            EpilogueSm90(
+                gemm.activation, gemm.num_channels, has_bias=gemm.has_bias, is_fp32=gemm.is_fp32
+            )
             for gemm in (spec.fc1, spec.fc2)
         )
         self.fc1_slabs = num_slabs(spec.layout.hidden)
@@ -334,10 +338,17 @@ class MegaMoESm90:
                     barrier_id=NAME_BROUGHT, number_of_threads=self.num_math_threads + WARP_SIZE
                 )
                 view.mark(Moment.WORKED, threads)
-                self.combine.prefetch(view, inputs, shared.dispatch, threads)
+                combine = (view, inputs, shared.dispatch, threads)
+                if const_expr(layout.is_tp):
+                    self.combine_tp.send_parts(*combine)
+                else:
+                    self.combine.prefetch(*combine)
                 self.combine.drain(view, shared.dispatch, threads)
                 view.mark(Moment.DRAINED, threads)
-                self.combine.reduce(view, inputs, shared.dispatch, threads)
+                if const_expr(layout.is_tp):
+                    self.combine_tp.reduce(*combine)
+                else:
+                    self.combine.reduce(*combine)
                 view.mark(Moment.ENDED, threads)
 
     # ---- all warps
@@ -377,7 +388,9 @@ class MegaMoESm90:
         view.mark(Moment.SCANNED, threads)
 
     def experts_before(self, rank: Int32):
-        """Experts of the ranks before `rank`."""
+        """Experts that the ranks before `rank` hold together."""
+        if self.layout.is_tp:
+            return rank * self.spec.num_experts
         share, extra = divmod(self.spec.num_experts, self.layout.num_ranks)
         return rank * share + cutlass.min(rank, Int32(extra))
 
@@ -624,10 +637,10 @@ class MegaMoESm90:
     def store_terms(
         self, view, width: cutlass.Constexpr, accumulators, scales, bias, item, warpgroup_idx, tid
     ):
-        """FC2: rows as terms to where their token came from."""
+        """FC2: rows as terms to where their token came from; under tp they stay here."""
         layout = self.layout
         lane = tid % WARP_SIZE
-        row_bytes = 2 * layout.hidden
+        row_bytes = self.epilogues[1].element_bytes * layout.hidden
         slots_per_rank = layout.max_tokens_per_rank * layout.top_k
         addresses = []
         for j in cutlass.range_constexpr(width // schedule.TOKEN_STEP):
@@ -636,7 +649,7 @@ class MegaMoESm90:
             if row < item[NUM_ROWS]:
                 entry = view.address("src_meta") + Int64(item[FIRST_ROW] + row) * 8
                 index = int32_ptr(entry).load() & protocol.SLOT_MASK
-            if const_expr(layout.num_ranks == 1):
+            if const_expr(layout.num_ranks == 1 or layout.is_tp):
                 terms = view.address("terms")
             else:
                 terms = view.peer_address(index // slots_per_rank, "terms")

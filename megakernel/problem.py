@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from moe_ep.comm.errors import MoEEpConfigError
 
+# What ranks divide: the experts, or every expert's intermediate.
+PARALLEL_MODES = ("ep", "tp")
+
 # kind -> whether FC1 has a gate half beside the up half.
 ACTIVATION_KINDS = {
     "swiglu": True,

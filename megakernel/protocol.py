@@ -3,8 +3,8 @@
 The kernels trace these functions on device integers, `interpreter.py` runs them on Python's, so
 that the protocol that is checked is the protocol that runs. One step (a launch) on each rank:
 
-    A stage    a CTA for each peer writes ids and num_tokens there and signals routed[rank] = step
-               (release, system); the CTAs that have tokens copy x to x_stage and count `staged`,
+    A stage    a CTA for each peer writes ids (under tp weights too) and num_tokens there and signals
+               routed[rank] = step (release, system); the CTAs that have tokens copy x to x_stage and count `staged`,
                and the last of them signals arrived[rank] = step at every peer
     B wait     until routed[r] >= step for all r (acquire, system)           first barrier of ranks
     C scan     every CTA counts all routes to its rank's experts and gives the slots of its own
@@ -22,9 +22,16 @@ Where tokens are few (`are_few`) each CTA keeps to its own share instead: it pla
 brings their rows at once, without a signal in between. Where they are no more than the CTAs, some
 CTAs share a token (`ctas_per_token`).
 
-Two barriers are enough. x_stage, ids and num_tokens of step n + 1 are written after the writer's
-step n ended, so after every peer drained step n. Terms of n + 1 are written after their owner's
-routed = n + 1, so after its reduction of n. With one rank A and B are empty, ids are read where
+Under tp every rank computes for every token, with its part of I. FC2 rows then stay on their rank:
+
+    F drain    count `finished` and wait for all CTAs of the rank; every CTA sums its share of all
+               ranks' tokens, in slot order, into the owner's parts[rank]; count `summed`, whose
+               last CTA signals drained; wait as above
+    G reduce   own tokens' parts, in rank order
+
+Two barriers are enough. x_stage, ids, weights and num_tokens of step n + 1 are written after the
+writer's step n ended, so after every peer drained step n. Terms (parts) of n + 1 are written after
+their owner's routed = n + 1, so after its reduction of n. With one rank A and B are empty, ids are read where
 the caller has them, and F is the count alone.
 """
 

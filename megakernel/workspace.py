@@ -3,7 +3,8 @@
 Symmetric regions lie in the heap, at the same offset on every rank, and are what peers write or
 read; local regions are a rank's own. With one rank nothing is staged and nothing is published, so
 that the heap holds the terms alone. Letters: R ranks, C capacity in tokens, K slots, H hidden,
-I intermediate, P = R * C * K pool rows (every token of every rank may choose this rank).
+I intermediate (a rank's part of it under tp), P = R * C * K pool rows (every token of every rank
+may choose this rank).
 
     region      scope      shape          written by -> read by
     routed      symmetric  [R]            peer r: its ids and num_tokens of this step are there
@@ -21,6 +22,13 @@ I intermediate, P = R * C * K pool rows (every token of every rank may choose th
     pool        local      [P, H]         token rows sorted by expert
     hidden      local      [P, I]         FC1 results
 
+Under tp, where all ranks compute for every token, FC2 rows stay where they are and their weighted
+sums travel, both FP32:
+
+    weights     symmetric  [R, C, K]      peer r: its routing weights
+    terms       local      [R, C, K, H]   FC2 rows -> own sum over the slots
+    parts       symmetric  [R, C, H]      peer r: its sums for own tokens -> own reduction
+
 `routed`, `arrived` and `drained` hold step numbers and only grow. Counters alternate: step n counts
 in bank n % 2 and clears the other one, which everybody left when step n - 1 ended.
 """
@@ -30,12 +38,14 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 from moe_ep.comm.errors import MoEEpConfigError
+from moe_ep.megakernel.problem import PARALLEL_MODES
 
 ALIGNMENT = 128  # bytes; of every region, so that bulk copies and tensor maps may start there
 NUM_BANKS = 2
 MAX_TOP_K = 32
 
-_DTYPE_BYTES = {"int32": 4, "int64": 8, "bfloat16": 2}
+_DTYPE_BYTES = {"int32": 4, "int64": 8, "bfloat16": 2, "float32": 4}
+MAX_TP_ELEMENTS = 2**32  # of `parts`: threads number four of them with an int32
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,7 @@ class Counters:
     staged          CTAs that have copied their part of x_stage
     finished        CTAs that have written all their terms
     next_item       position in the list of GEMM items
+    summed          under tp: CTAs that have written their part of the sums over the slots
     tokens_arrived  [tiles] pool rows of a token tile that are there
     fc1_done        [tiles] FC1 row slices of a token tile that are done
     """
@@ -78,6 +89,10 @@ class Counters:
         return 2
 
     @property
+    def summed(self) -> int:
+        return 3
+
+    @property
     def tokens_arrived(self) -> int:
         return 32  # a cache line of its own
 
@@ -95,13 +110,14 @@ class Counters:
 class Workspace:
     """The layout for one geometry. `num_local_experts` is the most that any rank holds.
 
-    intermediate    I, 0 where no GEMM runs between dispatch and combine
+    intermediate    I held here, 0 where no GEMM runs between dispatch and combine
     max_tile_width  rows of the widest token tile
     least_tile_width  the least `max_tile_width` among the builds that share the memory, which sizes
                     the counters; 0: this build's
+    parallel        "ep": ranks divide the experts; "tp": every expert's intermediate
     Raises `MoEEpConfigError` for values below 1, for a hidden size that is not a multiple of 8
     (16 bytes, the unit of bulk copies), for more than 32 slots of a token (one for each lane of a
-    warp) and for more slots than int32 can number.
+    warp), for more slots than int32 can number, and for more than 2^32 elements of `parts`.
     """
 
     num_ranks: int
@@ -112,9 +128,16 @@ class Workspace:
     max_tokens_per_rank: int
     max_tile_width: int
     least_tile_width: int = 0
+    parallel: str = "ep"
 
     def __post_init__(self) -> None:
+        if self.parallel not in PARALLEL_MODES:
+            raise MoEEpConfigError(
+                f"parallel must be one of {PARALLEL_MODES}, got {self.parallel!r}"
+            )
         for field in fields(self):
+            if field.name == "parallel":
+                continue
             may_be_zero = field.name in ("intermediate", "least_tile_width")
             value, least = getattr(self, field.name), int(not may_be_zero)
             if value < least:
@@ -128,6 +151,16 @@ class Workspace:
                 f"num_ranks * max_tokens_per_rank * top_k is {self.num_pool_rows}; "
                 f"allowed: less than {2**31}"
             )
+        num_elements = self.num_ranks * self.max_tokens_per_rank * self.hidden
+        if self.is_tp and num_elements > MAX_TP_ELEMENTS:
+            raise MoEEpConfigError(
+                f"num_ranks * max_tokens_per_rank * hidden is {num_elements}; allowed under tp: at "
+                f"most {MAX_TP_ELEMENTS}"
+            )
+
+    @property
+    def is_tp(self) -> bool:
+        return self.parallel == "tp"
 
     @property
     def num_pool_rows(self) -> int:
@@ -152,8 +185,16 @@ class Workspace:
             Region("ids", "int32", (ranks, tokens, top_k), "symmetric"),
             Region("x_stage", "bfloat16", (tokens, hidden), "symmetric"),
         )
-        return (published if ranks > 1 else ()) + (
-            Region("terms", "bfloat16", (tokens, top_k, hidden), "symmetric"),
+        combined = (Region("terms", "bfloat16", (tokens, top_k, hidden), "symmetric"),)
+        if self.is_tp:
+            published += (Region("weights", "float32", (ranks, tokens, top_k), "symmetric"),)
+            combined = (
+                Region("parts", "float32", (ranks, tokens, hidden), "symmetric"),
+                Region("terms", "float32", (ranks, tokens, top_k, hidden), "local"),
+            )
+        return (
+            *(published if ranks > 1 else ()),
+            *combined,
             Region("step", "int32", (1,), "local"),
             Region("abort", "int32", (1,), "local"),
             Region("counters", "int32", (NUM_BANKS, self.counters.num_counters), "local"),

@@ -11,7 +11,12 @@ from moe_ep.comm.symmetric import heap_of
 from moe_ep.megakernel.protocol import Phase
 from moe_ep.megakernel.workspace import Workspace
 
-_DTYPES = {"int32": torch.int32, "int64": torch.int64, "bfloat16": torch.bfloat16}
+_DTYPES = {
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+}
 PHASE_NAMES = {int(phase): phase.name.lower() for phase in Phase}
 
 

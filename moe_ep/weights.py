@@ -19,7 +19,7 @@ import torch
 
 from moe_ep.arguments import check_device, check_float_dtype, check_int, check_kind
 from moe_ep.comm.errors import MoEEpConfigError
-from moe_ep.megakernel.problem import owned_experts, weight_format
+from moe_ep.megakernel.problem import PARALLEL_MODES, owned_experts, weight_format
 from moe_ep.quantize import (
     QuantizedTensor,
     QuantSpec,
@@ -30,7 +30,6 @@ from moe_ep.quantize import (
 )
 from moe_ep.weight_checks import check_ownership, check_scales, check_tensors
 
-PARALLEL_MODES = ("ep", "tp")
 GLOBAL_SCALES = ("gate_scale", "up_scale", "down_scale")
 TENSOR_NAMES = ("w13", "w2", "w13_sf", "w2_sf", *GLOBAL_SCALES, "b13", "b2")
 
