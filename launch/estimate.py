@@ -13,6 +13,7 @@ import argparse
 import json
 from dataclasses import asdict, dataclass, replace
 
+from moe_ep import mega_limits
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.config import GroupedGemmConfig
 from moe_ep.grouped_limits import layer_misfit
@@ -226,16 +227,17 @@ def _expert_bytes(problem: Problem, num_rows: int) -> int:
 def mega_regions(problem: Problem) -> list[Region]:
     """What the mega kernel holds all the time, whatever the routing. Raises `MoEEpConfigError` for
     what it does not run."""
-    if problem.parallel != "ep":
-        raise MoEEpConfigError("the mega kernel runs parallel='ep' only, got 'tp'")
+    if problem.parallel == "tp" and mega_limits.PENDING_TP is not None:
+        raise MoEEpConfigError(mega_limits.PENDING_TP)
     workspace = Workspace(
         num_ranks=problem.num_ranks,
         num_local_experts=problem.num_local_experts,
         top_k=problem.shape.top_k,
         hidden=problem.shape.hidden,
-        intermediate=problem.shape.intermediate,
+        intermediate=problem.local_intermediate,
         max_tokens_per_rank=problem.max_tokens_per_rank,
         max_tile_width=8,  # the narrowest tiles have the most counters
+        parallel=problem.parallel,
     )
     note = f"pool of {workspace.num_pool_rows} rows: every slot of every rank"
     return [

@@ -3,9 +3,10 @@
 The kernels trace these functions on device integers, `interpreter.py` runs them on Python's, so
 that the protocol that is checked is the protocol that runs. One step (a launch) on each rank:
 
-    A stage    a CTA for each peer writes ids (under tp weights too) and num_tokens there and signals
-               routed[rank] = step (release, system); the CTAs that have tokens copy x to x_stage and count `staged`,
-               and the last of them signals arrived[rank] = step at every peer
+    A stage    a CTA for each peer writes ids (under tp weights too) and num_tokens there and
+               signals routed[rank] = step (release, system); the CTAs that have tokens copy x to
+               x_stage and count `staged`, and the last of them signals arrived[rank] = step at
+               every peer
     B wait     until routed[r] >= step for all r (acquire, system)           first barrier of ranks
     C scan     every CTA counts all routes to its rank's experts and gives the slots of its own
                share of tokens their pool rows: src_meta (tagged with the step) and pool_row
@@ -31,8 +32,8 @@ Under tp every rank computes for every token, with its part of I. FC2 rows then 
 
 Two barriers are enough. x_stage, ids, weights and num_tokens of step n + 1 are written after the
 writer's step n ended, so after every peer drained step n. Terms (parts) of n + 1 are written after
-their owner's routed = n + 1, so after its reduction of n. With one rank A and B are empty, ids are read where
-the caller has them, and F is the count alone.
+their owner's routed = n + 1, so after its reduction of n. With one rank A and B are empty, ids are
+read where the caller has them, and F is the count alone.
 """
 
 from enum import IntEnum

@@ -141,7 +141,8 @@ def make_backend(
         from moe_ep.mega import MegaBackend
 
         return MegaBackend(
-            shape, experts, group, max_tokens, backend.megakernel, liveness, timeout_s
+            *(shape, experts, group, max_tokens, backend.megakernel, liveness, timeout_s),
+            parallel=weights.parallel,
         )
     is_alone = group.num_ranks == 1 and weights.parallel == "ep"
     if is_alone and isinstance(backend.kernel, GroupedGemmConfig):

@@ -45,6 +45,7 @@ class MegaBackend(DeviceBackend):
         config: MegaKernelConfig,
         liveness: Liveness | None,
         timeout_s: float,
+        parallel: str = "ep",
     ) -> None:
         super().__init__(group.device)
         self._shape, self._group, self._liveness = shape, group, liveness
@@ -57,6 +58,7 @@ class MegaBackend(DeviceBackend):
                 shape,
                 prepared.weights_format,
                 max_tokens_per_rank=max_tokens,
+                parallel=parallel,
                 has_bias13=prepared.b13 is not None,
                 has_bias2=prepared.b2 is not None,
                 knobs=config.knobs,

@@ -8,11 +8,18 @@ from importlib.util import find_spec
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.config import MegaConfig
 from moe_ep.megakernel.knobs import MAX_LOCAL_EXPERTS, KernelKnobs
-from moe_ep.megakernel.mega_moe import fit_spec, make_buckets, make_layout
-from moe_ep.megakernel.problem import MoEShape, owned_experts
+from moe_ep.megakernel.mega_moe import (
+    fit_spec,
+    make_buckets,
+    make_layout,
+    most_local_experts,
+)
+from moe_ep.megakernel.problem import MoEShape
 
 # Why the kernel is not offered to layers at all, for tests of what a layer does without it.
 PENDING: str | None = None
+# Why it is not offered to layers that divide every expert's intermediate.
+PENDING_TP: str | None = "parallel='tp' has not run on a GPU yet; allowed: 'ep'"
 
 
 def layer_misfit(
@@ -28,18 +35,18 @@ def layer_misfit(
         return "preprocess_weights=False is not built yet; allowed: True"
     if kernel.knobs is not None and not isinstance(kernel.knobs, KernelKnobs):
         return f"knobs is {kernel.knobs!r}; allowed: None (chosen from the table) or KernelKnobs"
-    if parallel != "ep":
-        return f"parallel={parallel!r} is not built yet; allowed: 'ep'"
-    if shape.num_experts < num_ranks:
+    if parallel == "tp" and PENDING_TP is not None:
+        return PENDING_TP
+    if parallel == "ep" and shape.num_experts < num_ranks:
         return f"{num_ranks} ranks hold {shape.num_experts} experts; allowed: at least one each"
-    num_local_experts = len(owned_experts(shape.num_experts, num_ranks, rank=0))
+    num_local_experts = most_local_experts(shape, num_ranks, parallel)
     if num_local_experts > MAX_LOCAL_EXPERTS:
         return f"a rank holds {num_local_experts} experts; allowed: at most {MAX_LOCAL_EXPERTS}"
     if num_ranks > 1 and find_spec("nvshmem") is None:
         return f"{num_ranks} ranks need nvshmem4py (pip install 'moe-ep[gpu]')"
     try:
-        buckets = make_buckets(weights_format, shape, 1 << 20, num_ranks)
-        layout = make_layout(shape, num_ranks, 1, buckets)
+        buckets = make_buckets(weights_format, shape, 1 << 20, num_ranks, parallel)
+        layout = make_layout(shape, num_ranks, 1, buckets, parallel)
         for knobs in [kernel.knobs] if kernel.knobs else [bucket.knobs for bucket in buckets]:
             fit_spec(
                 shape=shape,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_ep import MoEEpLayer, MoEInputs, MoEShape, MoEWeights
+from moe_ep import MoEEpLayer, MoEInputs, MoEShape, MoEWeights, mega_limits
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.grouped_memory import GroupedWorkspace, workspace_regions
 from moe_ep.launch import spawn
@@ -189,8 +189,23 @@ def test_mega_holds_a_pool_row_for_every_slot_of_every_rank(
     assert workspace["num_bytes"] == pytest.approx(num_rows * (2 * (7168 + 2048) + 12), rel=0.01)
     parts = [report["weights"]["bytes"], heap["num_bytes"], workspace["num_bytes"]]
     assert report["mega"]["total_bytes"] == sum(parts)
-    assert main(["estimate", "--parallel", "tp", "--json"]) == 0
-    assert "'ep' only" in json.loads(capsys.readouterr().out)["mega"]["reason"]
+
+
+def test_mega_holds_the_terms_of_all_ranks_under_tp(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["estimate", "--geometry", "v3", "--ranks", "8", "--parallel", "tp", "--json"]
+    monkeypatch.setattr(mega_limits, "PENDING_TP", "not today")
+    assert main(command) == 0
+    assert json.loads(capsys.readouterr().out)["mega"]["reason"] == "not today"
+    monkeypatch.setattr(mega_limits, "PENDING_TP", None)
+    assert main(command) == 0
+    heap, workspace = json.loads(capsys.readouterr().out)["mega"]["regions"]
+    num_rows = 8 * 512 * 8
+    # Staged tokens, FP32 parts of eight ranks; pool, hidden pool of an eighth of I, FP32 terms.
+    assert heap["num_bytes"] == pytest.approx(512 * 7168 * (2 + 8 * 4), rel=0.01)
+    row_bytes = 2 * (7168 + 2048 // 8) + 4 * 7168 + 12
+    assert workspace["num_bytes"] == pytest.approx(num_rows * row_bytes, rel=0.01)
 
 
 def test_table_says_what_is_counted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,7 +52,9 @@ FAULTS = {
     "finished_before_its_data": Fault("early", "counters", "add", index=COUNTERS.finished),
     "summed_before_its_data": Fault("early", "counters", "add", index=COUNTERS.summed),
     "finished_not_awaited": Fault("drop", "counters", "wait", index=COUNTERS.finished),
-    "finished_awaited_in_the_other_bank": Fault("bank", "counters", "wait", index=COUNTERS.finished),
+    "finished_awaited_in_the_other_bank": Fault(
+        "bank", "counters", "wait", index=COUNTERS.finished
+    ),
     "drained_before_its_data": Fault("early", "drained", "store", nth=1),
     "drained_not_awaited": Fault("drop", "drained", "wait", rank=1, index=0),
     "routed_before_its_data": Fault("early", "routed", "store", nth=1),

@@ -150,6 +150,7 @@ def test_settings_reach_the_kernel_and_memory_is_told(cuda):
     options = backend._mega.options
     assert options["max_sms"] == 20 and options["timeout_s"] == 60.0
     assert options["max_tokens_per_rank"] == CAPACITY and not options["has_bias13"]
+    assert options["parallel"] == "ep"
     assert backend.memory["shared workspace"] == 1000
     assert backend.memory["prepared weights"] == make_weights(SHAPE).num_bytes
     assert cuda.agreed == ["workspace"]

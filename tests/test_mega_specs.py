@@ -126,6 +126,36 @@ def test_several_ranks_need_nvshmem(monkeypatch):
     assert reason(make_shape(), num_ranks=2) is None
 
 
+def test_tp_is_refused_until_it_has_run():
+    assert "parallel='tp' has not run" in reason(make_shape(), parallel="tp")
+
+
+def test_tp_keeps_every_expert_and_divides_the_intermediate(monkeypatch):
+    monkeypatch.setattr(mega_limits, "PENDING_TP", None)
+    monkeypatch.setattr(mega_limits, "find_spec", lambda name: name)
+    tp = {"parallel": "tp", "num_ranks": 8}
+    assert reason(make_shape(intermediate=8 * 16), **tp) is None
+    assert reason(make_shape(num_experts=3, top_k=2), **tp) is None
+    assert reason(make_shape(num_experts=MAX_LOCAL_EXPERTS), **tp) is None
+    assert "at most 384" in reason(make_shape(num_experts=MAX_LOCAL_EXPERTS + 1), **tp)
+    for intermediate in (8 * 16 + 16, 8 * 8):
+        said = reason(make_shape(intermediate=intermediate), **tp)
+        assert "multiple of 128 over 8 tp ranks" in said and str(intermediate) in said
+
+
+@pytest.mark.parametrize("num_ranks", [1, 8])
+def test_builds_for_tp_fit_and_round_nothing_before_the_owner(num_ranks):
+    shape = make_shape(num_experts=256)
+    buckets = make_buckets("nvfp4", shape, 512, num_ranks, "tp")
+    layout = make_layout(shape, num_ranks, 512, buckets, "tp")
+    options = {"weights_format": "nvfp4", "has_bias13": False, "has_bias2": False}
+    for bucket in buckets:
+        spec = fit_spec(shape=shape, layout=layout, knobs=bucket.knobs, **options)
+        assert spec.layout.num_local_experts == 256
+        assert spec.fc1.num_channels == spec.fc2.num_cols == 2048 // num_ranks
+        assert spec.fc2.is_fp32 and not spec.fc1.is_fp32
+
+
 def test_each_limit_is_named_at_one_past_it():
     assert reason(make_shape(num_experts=MAX_LOCAL_EXPERTS)) is None
     assert "at most 384" in reason(make_shape(num_experts=MAX_LOCAL_EXPERTS + 1))
@@ -136,7 +166,6 @@ def test_each_limit_is_named_at_one_past_it():
     assert "at most 384" in reason(make_shape(num_experts=2 * MAX_LOCAL_EXPERTS + 1), num_ranks=2)
     assert "at most 384" not in (reason(make_shape(**wide), num_ranks=2) or "")
     assert "at least one" in reason(make_shape(num_experts=8), num_ranks=9)
-    assert "parallel='tp'" in reason(make_shape(), parallel="tp")
     fp8 = MegaConfig(megakernel=MegaKernelConfig(activations="fp8"))
     assert "activations='fp8'" in reason(make_shape(), fp8)
     auto = MegaConfig(megakernel=MegaKernelConfig(knobs="auto"))

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ep.comm.errors import MoEEpConfigError
+from moe_ep.megakernel.problem import PARALLEL_MODES
 from moe_ep.megakernel.workspace import ALIGNMENT, Workspace
 
 GEOMETRY = dict(
@@ -31,6 +32,7 @@ def make_workspace(**changed) -> Workspace:
     intermediate=st.integers(0, 9),
     max_tokens_per_rank=SMALL,
     max_tile_width=SMALL.map(lambda n: 8 * n),
+    parallel=st.sampled_from(PARALLEL_MODES),
 )
 def test_regions_of_a_scope_are_aligned_and_do_not_overlap(**geometry):
     workspace = Workspace(**geometry)
@@ -73,6 +75,18 @@ def test_sizes_of_a_known_geometry():
     assert bytes_of["src_meta"] == 8192 * 8
 
 
+def test_sums_travel_instead_of_terms_under_tp():
+    regions = {region.name: region for region in make_workspace(parallel="tp").regions}
+    assert regions["weights"].num_bytes == regions["ids"].num_bytes == 2 * 512 * 8 * 4
+    assert regions["parts"].num_bytes == 2 * 512 * 7168 * 4
+    assert regions["terms"].num_bytes == 2 * 512 * 8 * 7168 * 4
+    assert [regions[n].scope for n in ("weights", "parts", "terms")] == 2 * ["symmetric"] + [
+        "local"
+    ]
+    alone = make_workspace(parallel="tp", num_ranks=1).regions
+    assert {region.name for region in alone if region.scope == "symmetric"} == {"parts"}
+
+
 def test_one_rank_stages_and_publishes_nothing():
     symmetric = {r.name for r in make_workspace(num_ranks=1).regions if r.scope == "symmetric"}
     assert symmetric == {"terms"}
@@ -86,6 +100,11 @@ def test_one_rank_stages_and_publishes_nothing():
         ({"intermediate": -1}, "intermediate must be at least 0, got -1"),
         ({"top_k": 33}, "top_k must be at most 32, got 33"),
         ({"max_tokens_per_rank": 2**27}, "allowed: less than 2147483648"),
+        ({"parallel": "pp"}, "parallel must be one of"),
+        (
+            {"parallel": "tp", "top_k": 1, "hidden": 8192, "max_tokens_per_rank": 2**18 + 1},
+            "allowed under tp: at most 4294967296",
+        ),
     ],
 )
 def test_a_value_that_does_not_fit_is_named(changed, message):
