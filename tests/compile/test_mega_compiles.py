@@ -77,6 +77,20 @@ def test_several_ranks_are_lean(options, tmp_path):
     assert_lean(make_spec(DECODE, **options), tmp_path)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_ranks": 8, "num_launched": 8, "has_bias2": True},
+        {"num_ranks": 1, "num_experts": 64, "top_k": 32, "ids_are_int64": True},
+    ],
+    ids=["R8-virtual", "R1-K32"],
+)
+def test_tp_is_lean(options, tmp_path):
+    spec = make_spec(DECODE, **options)
+    layout = replace(spec.layout, parallel="tp", num_local_experts=spec.num_experts)
+    assert_lean(replace(spec, layout=replace(layout, intermediate=256)), tmp_path)
+
+
 @pytest.mark.parametrize("kind", ["situ", "relu2"])
 def test_the_longest_activation_and_one_without_gate_are_lean_with_a_bias(kind, tmp_path):
     """The GEMMs' own tests take every activation."""
