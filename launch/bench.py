@@ -59,7 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--eager", action="store_true", help="with --graph: eager calls as well")
     parser.add_argument(
-        "--stages", action="store_true", help="mega: time of each stage, from stamps in the kernel"
+        "--stages",
+        action="store_true",
+        help="mega, and the fused transport: time of each stage, from stamps in the kernel",
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw them (needs matplotlib)")

@@ -33,6 +33,7 @@ from moe_ep.config import NCCL_EP_LAYOUTS
 from moe_ep.inputs import MoEInputs
 from moe_ep.launch.bench_report import git_commit
 from moe_ep.launch.random_layer import random_inputs, shard_shape
+from moe_ep.launch.stages import median_launch
 from moe_ep.launch.timing import all_reduce, time_call
 from moe_ep.megakernel.problem import MoEShape, owned_experts
 from moe_ep.reference import combine_terms
@@ -64,11 +65,17 @@ class CommResult:
 
 @dataclass(frozen=True)
 class Report:
-    """`left_out`: transport -> why; `ping_pong_us`: a round trip of a flag, between two GPUs."""
+    """
+    left_out      transport -> why
+    ping_pong_us  a round trip of a flag, between two GPUs
+    moments_us    tokens per rank -> moment of the fused transport -> microseconds after the rank's
+                  first CTA started, of its first, median and last CTA; rank 0's, with --stages
+    """
 
     results: list[CommResult]
     left_out: dict[str, str]
     ping_pong_us: float | None
+    moments_us: dict[int, dict[str, list[float]]]
 
 
 @dataclass(frozen=True)
@@ -108,9 +115,11 @@ def run(args: argparse.Namespace, group: EpGroup) -> Report:
             benches[f"nccl-ep-{mode}"] = functools.partial(bench_nccl_ep, mode)
         else:
             left_out[f"nccl-ep-{mode}"] = misfit
-    results = []
+    results, moments_us = [], {}
     for num_tokens in args.tokens:
         inputs = random_inputs(shape, num_tokens, group)
+        if args.stages and is_cuda:
+            moments_us[num_tokens] = fused_moments(shape, inputs, group)
         traffic = count_traffic(shape, inputs, group)
         for transport, bench in benches.items():
             is_captured = args.graph and transport != "torch"
@@ -122,7 +131,7 @@ def run(args: argparse.Namespace, group: EpGroup) -> Report:
     ping_pong_us = None
     if is_cuda and group.num_ranks == 2:
         ping_pong_us = time_ping_pong(group)
-    return Report(results, left_out, ping_pong_us)
+    return Report(results, left_out, ping_pong_us, moments_us)
 
 
 Times = dict[str, torch.Tensor]  # "dispatch" and "round": microseconds of each call
@@ -180,36 +189,51 @@ def bench_fused(
     *,
     is_bounded: bool = True,
 ) -> tuple[Times, int]:
-    from moe_ep.megakernel.fused_transport import FusedTransport  # needs CuTe DSL
-
-    device, num_tokens = group.device, len(inputs.hidden_states)
-    out_TH = torch.empty_like(inputs.hidden_states)
-    arguments = (
-        *(inputs.hidden_states, inputs.topk_ids.int(), inputs.topk_weights),
-        torch.tensor([num_tokens], dtype=torch.int32, device=device),
-        torch.ones(shape.num_experts, device=device),
-        out_TH,
-    )
     times = {}
     for name, combines in (("dispatch", False), ("round", True)):
-        transport = FusedTransport(
-            group,
-            num_experts=shape.num_experts,
-            top_k=shape.top_k,
-            hidden=shape.hidden,
-            max_tokens_per_rank=num_tokens,
-            combines=combines,
-            is_bounded=is_bounded,
-            timeout_s=TIMEOUT_S,
-        )
-        step = functools.partial(transport.forward, *arguments)
-        times[name] = microseconds(step, group, args, is_graph)
+        options = dict(combines=combines, is_bounded=is_bounded)
+        transport, launch, out_TH = fused_transport(shape, inputs, group, **options)
+        times[name] = microseconds(launch, group, args, is_graph)
         transport.check()
         transport.destroy()
     terms_TKH = inputs.hidden_states[:, None].expand(-1, shape.top_k, -1)
     expected_TH = combine_terms(terms_TKH, inputs.topk_ids, inputs.topk_weights)
     check_equal("fused", out_TH, expected_TH)
     return times, traffic.num_terms
+
+
+def fused_moments(shape: MoEShape, inputs: MoEInputs, group: EpGroup) -> dict[str, list[float]]:
+    transport, launch, _ = fused_transport(shape, inputs, group, has_stamps=True)
+    moments = median_launch(launch, transport.stamps, group)
+    transport.check()
+    transport.destroy()
+    return moments
+
+
+def fused_transport(shape: MoEShape, inputs: MoEInputs, group: EpGroup, **options: bool):
+    """A `FusedTransport` for these inputs, a function that launches it, and where its sums go.
+    `options` as of `TransportSpec`."""
+    from moe_ep.megakernel.fused_transport import FusedTransport  # needs CuTe DSL
+
+    num_tokens = len(inputs.hidden_states)
+    transport = FusedTransport(
+        group,
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        hidden=shape.hidden,
+        max_tokens_per_rank=num_tokens,
+        timeout_s=TIMEOUT_S,
+        **options,
+    )
+    out_TH = torch.empty_like(inputs.hidden_states)
+    launch = functools.partial(
+        transport.forward,
+        *(inputs.hidden_states, inputs.topk_ids.int(), inputs.topk_weights),
+        torch.tensor([num_tokens], dtype=torch.int32, device=group.device),
+        torch.ones(shape.num_experts, device=group.device),
+        out_TH,
+    )
+    return transport, launch, out_TH
 
 
 def bench_nccl_ep(
@@ -370,6 +394,11 @@ def report(args: argparse.Namespace, found: Report) -> None:
         console.print(f"not run: {transport}: {reason}", markup=False, highlight=False)
     if found.ping_pong_us is not None:
         console.print(f"a flag to the other GPU and back: {found.ping_pong_us:.2f} us")
+    for num_tokens, moments in found.moments_us.items():
+        spread = (
+            f"{name} {'/'.join(f'{us:.1f}' for us in some)}" for name, some in moments.items()
+        )
+        console.print(f"fused, {num_tokens} tokens, first/median/last CTA, us: {', '.join(spread)}")
     if args.json:
         record = {"commit": git_commit(), "geometry": args.geometry[0]} | asdict(found)
         args.json.write_text(json.dumps(record, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Where the time of the mega kernel goes, from time stamps that its CTAs take.
+"""Where the time of the mega kernel, or of its transport alone, goes: time stamps of its CTAs.
 
     routing       until a rank knows what its experts receive
     first token   until the first GEMM item has its rows
@@ -10,6 +10,7 @@ Stamps need builds of their own, which are a few percent slower; spans are those
 takes longest, the one launch of several that is the median.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -56,26 +57,19 @@ class StampedLayer:
             takes_stamps=True,
         )
         self._mega.warmup()
-        self._flush = flush_buffer(group.device)
 
     def measure(self, inputs: MoEInputs) -> Stages:
         """Collective."""
         out = torch.empty_like(inputs.hidden_states)
-        flag = torch.zeros(1, device=self._group.device)
-        launches = []
-        for _ in range(NUM_LAUNCHES):
-            self._mega.stamps.zero_()
-            self._flush.sum()
-            all_reduce(flag, dist.ReduceOp.SUM, self._group)
+
+        def launch() -> None:
             self._mega.forward(
                 *(inputs.hidden_states, inputs.topk_ids, inputs.topk_weights, self._prepared, out),
                 max_tokens=len(out),
             )
-            torch.cuda.synchronize(self._group.device)
-            launches.append(moments_us(self._mega.stamps.cpu()))
+
+        moments = median_launch(launch, self._mega.stamps, self._group)
         self._mega.check()
-        launches.sort(key=lambda moments: moments["ENDED"][-1])
-        moments = launches[NUM_LAUNCHES // 2]
         spans = spans_us(moments)
         slowest = torch.tensor(list(spans.values()), device=self._group.device)
         all_reduce(slowest, dist.ReduceOp.MAX, self._group)
@@ -83,6 +77,24 @@ class StampedLayer:
 
     def destroy(self) -> None:
         self._mega.destroy()
+
+
+def median_launch(
+    launch: Callable[[], None], stamps: torch.Tensor, group: EpGroup
+) -> dict[str, list[float]]:
+    """`Stages.moments_us` of the launch of several that is the median; `stamps` are what it
+    writes. Collective: ranks start together, L2 holds nothing of the launch before."""
+    flush, flag = flush_buffer(group.device), torch.zeros(1, device=group.device)
+    launches = []
+    for _ in range(NUM_LAUNCHES):
+        stamps.zero_()
+        flush.sum()
+        all_reduce(flag, dist.ReduceOp.SUM, group)
+        launch()
+        torch.cuda.synchronize(group.device)
+        launches.append(moments_us(stamps.cpu()))
+    launches.sort(key=lambda moments: moments["ENDED"][-1])
+    return launches[NUM_LAUNCHES // 2]
 
 
 def moments_us(stamps: torch.Tensor) -> dict[str, list[float]]:
