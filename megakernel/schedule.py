@@ -64,14 +64,18 @@ def num_halved_fused(num_fc1_items, num_fc2_items, num_ctas, slices_per_item):
     """The same for both lists of the fused layer: (of FC1, of FC2).
 
     FC1 items that do not fill the CTAs are all halved, and FC2's with them: one CTA alone cannot
-    draw its share of memory bandwidth twice. Else half a wave of FC2 items evens out the end;
-    where FC1 ends FC2 goes on, so there is nothing to even out.
+    draw its share of memory bandwidth twice. Else FC1 ends as a GEMM by itself does, as the FC2
+    items of its last experts wait for it, and half a wave of FC2 items evens out the end.
     """
     is_short = (num_fc1_items < num_ctas) * (slices_per_item - 1)
     half_wave = num_ctas // 2 * (slices_per_item - 1)
     is_fewer = num_fc2_items < half_wave
     at_end = select(is_fewer, num_fc2_items, half_wave)
-    return is_short * num_fc1_items, select(is_short, num_fc2_items, at_end)
+    fc1_at_end = num_halved_items(num_fc1_items, num_ctas, slices_per_item)
+    return (
+        select(is_short, num_fc1_items, fc1_at_end),
+        select(is_short, num_fc2_items, at_end),
+    )
 
 
 def listed_item(index, num_items, num_halved):

@@ -29,7 +29,7 @@ from moe_ep.megakernel.protocol import Moment
 from moe_ep.reference import activate, combine_terms
 
 MAX_TERM_ERROR = 0.0026
-NUM_HOST_CALLS = 200
+NUM_HOST_CALLS = 50
 
 
 @dataclass(frozen=True)

@@ -219,9 +219,12 @@ def test_the_fused_list_holds_every_slice_once_and_fc2_behind_its_fc1(
     assert sum(done.values()) == sum(rows) * (fc1_slices + fc2_slices)
 
 
-@pytest.mark.parametrize("rows, halved", [([1] * 8, (64, 112)), ([8] * 32, (0, 66)), ([0], (0, 0))])
+@pytest.mark.parametrize(
+    "rows, halved",
+    [([1] * 8, (64, 112)), ([1] * 17, (4, 66)), ([8] * 32, (0, 66)), ([0], (0, 0))],
+)
 def test_items_are_halved_where_few_and_at_the_end(rows, halved):
-    """The measured cases of 8 experts hit, and of all 32."""
+    """The measured cases of 8 experts hit, and of all 32; of 17, four items are one too many."""
     hit = sum(n > 0 for n in rows)
     assert schedule.num_halved_fused(8 * hit, 14 * hit, 132, 2) == halved
 
