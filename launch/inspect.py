@@ -7,13 +7,12 @@ are not exactly those of the format cannot run, and the reason names the ones th
 
 import argparse
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from rich.progress import track
 
 from moe_ep.arguments import check_int
 from moe_ep.backends import supports
@@ -30,6 +29,7 @@ from moe_ep.checkpoint_layout import find_projections
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.launch.estimate import format_bytes
 from moe_ep.megakernel.problem import PARALLEL_MODES, MoEShape
+from moe_ep.progress import progress_bar
 
 _PROGRESS_MIN_TENSORS = 20_000  # about two seconds
 _NUM_EXAMPLES = 3
@@ -62,10 +62,14 @@ def examine(
     modules = sorted(checkpoint.experts().items(), key=lambda item: layer_number(item[0]) or 0)
     is_long = sum(len(names) for _, names in modules) >= _PROGRESS_MIN_TENSORS
     config = ModelConfig.beside(checkpoint.path)
-    return [
-        _examine_module(checkpoint, name, names, config, device, parallel, num_ranks)
-        for name, names in track(modules, "reading headers", transient=True, disable=not is_long)
-    ]
+    reports = []
+    with progress_bar("reading headers", len(modules), is_shown=is_long) as advance:
+        for name, names in modules:
+            reports.append(
+                _examine_module(checkpoint, name, names, config, device, parallel, num_ranks)
+            )
+            advance(1)
+    return reports
 
 
 @dataclass(frozen=True)
@@ -149,8 +153,8 @@ def _shape(
     if fmt.is_fused:
         down_name, is_gated = down + part.suffix, True
     else:
-        experts = {int(expert) for name in names if (expert := name.partition(".")[0]).isdecimal()}
-        held = (f"{expert}.{down}.{part.suffix}" for expert in sorted(experts))
+        num_experts = _count_experts(names)
+        held = (f"{expert}.{down}.{part.suffix}" for expert in range(num_experts))
         down_name = next((name for name in held if name in names), f"0.{down}.{part.suffix}")
         is_gated = any(f".{gate}." in name for name in names)
     if down_name not in names:
@@ -163,8 +167,10 @@ def _shape(
         raise MoEEpConfigError(
             f"{prefix}.{down_name} has {len(stored)} dimensions; allowed: {num_dims}"
         )
-    num_experts = stored[0] if fmt.is_fused else max(experts) + 1
-    hidden, cols = stored[1:3] if fmt.is_fused else stored
+    if fmt.is_fused:
+        num_experts, hidden, cols = stored[:3]
+    else:
+        hidden, cols = stored
     if fmt.is_transposed:
         hidden, cols = cols, hidden
     return MoEShape(
@@ -174,6 +180,21 @@ def _shape(
         intermediate=cols * part.block[1] * (part.chunk or 1),
         activation="swiglu" if is_gated else "relu2",
     )
+
+
+def _count_experts(names: Sequence[str]) -> int:
+    """Of names "5.up_proj.weight": the number of experts with the fewest tensors missing below it
+    and extra above it, so that one misnumbered tensor counts as one."""
+    held = Counter(int(expert) for name in names if (expert := name.partition(".")[0]).isdecimal())
+    per_expert = max(held.values(), default=0)
+    num_experts, fewest, num_below = 0, 0, 0
+    for expert, num_tensors in sorted(held.items()):
+        num_below += num_tensors
+        # Missing, less those that are no longer extra.
+        misfits = (expert + 1) * per_expert - 2 * num_below
+        if misfits < fewest:
+            num_experts, fewest = expert + 1, misfits
+    return num_experts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -214,18 +235,19 @@ def _print_table(args: argparse.Namespace, reports: Sequence[ExpertsReport]) -> 
         box=SIMPLE_HEAD,
         pad_edge=False,
     )
-    table.add_column("layer", overflow="fold")
-    for heading in ("format", "weights", "E", "H", "I", "per rank", "runs"):
-        table.add_column(heading, no_wrap=True)
+    table.add_column("layer", overflow="fold", min_width=len("layer"))
+    for heading in ("format", "E", "H", "I", "per rank", "runs"):
+        table.add_column(heading, overflow="fold")
     layers_of: dict[str, list[str]] = defaultdict(list)
+    num_modules = Counter(report.layer for report in reports)
     for report in reports:
         sizes = (report.num_experts, report.hidden, report.intermediate)
-        layer = report.name if report.layer is None else str(report.layer)
+        is_number = report.layer is not None and num_modules[report.layer] == 1
+        layer = str(report.layer) if is_number else report.name
         layers_of[report.reason].append(layer)
         table.add_row(
             escape(layer),
             report.format or "-",
-            (report.weights_format or "-") + (", bias" if report.has_bias else ""),
             *("-" if size is None else str(size) for size in sizes),
             "-" if report.num_bytes is None else format_bytes(report.num_bytes),
             "[green]yes" if report.can_run else "[yellow]no",

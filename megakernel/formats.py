@@ -27,6 +27,7 @@ import functools
 from dataclasses import dataclass
 
 import torch
+from rich.console import Console
 from rich.progress import track
 
 from moe_ep.comm.errors import MoEEpConfigError
@@ -161,7 +162,13 @@ def prepare(weights, out: PreparedWeights | None = None) -> PreparedWeights:
             f"weights need {fmt.name} {(num_experts, sizes['w13'])} {(num_experts, sizes['w2'])}"
         )
     is_long = num_experts * sum(sizes.values()) >= PROGRESS_MIN_BYTES
-    experts = track(range(num_experts), "preparing weights", transient=True, disable=not is_long)
+    experts = track(
+        range(num_experts),
+        "preparing weights",
+        console=Console(stderr=True),
+        transient=True,
+        disable=not is_long,
+    )
     global_scales = {
         "w13": (weights.gate_scale, weights.up_scale),
         "w2": (weights.down_scale, weights.down_scale),

@@ -5,14 +5,13 @@ import logging
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn
 from safetensors import SafetensorError, safe_open
 
 from moe_ep.arguments import check_device, check_kind
@@ -32,6 +31,7 @@ from moe_ep.checkpoint_layout import (
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.megakernel.problem import MoEShape
 from moe_ep.placement import ExpertMap, slots_shape
+from moe_ep.progress import progress_bar
 from moe_ep.quant_spec import QuantizedTensor, QuantSpec
 from moe_ep.weight_checks import BadScaleError
 from moe_ep.weights import MoEWeights
@@ -46,6 +46,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # A shard is mapped; pages that were read stay resident until it is closed.
 _RESIDENT_BYTES = 64 << 20
 _PROGRESS_BYTES = 256 << 20
+_BYTE_COLUMNS = ("{task.description}", BarColumn(), DownloadColumn(), TimeRemainingColumn())
 _NUM_NAMED = 3
 
 
@@ -221,7 +222,12 @@ def load(
     tensors = {n: torch.empty_like(t, device=device) for n, t in form.tensors.items()}
     options = {"round_fp16": round_fp16, "allow_nonfinite": allow_nonfinite}
     bytes_before = checkpoint.bytes_read
-    with _byte_progress(f"loading {prefix}", form.num_bytes, is_shown=rank == 0) as advance:
+    with progress_bar(
+        f"loading {prefix}",
+        form.num_bytes,
+        *_BYTE_COLUMNS,
+        is_shown=rank == 0 and form.num_bytes >= _PROGRESS_BYTES,
+    ) as advance:
         for name in sorted(wanted, key=checkpoint.files.get):
             for piece in wanted[name].pieces:
                 target = piece.target(tensors)
@@ -380,15 +386,3 @@ def meta_weights(
         **scales,
         **ownership,
     )
-
-
-@contextmanager
-def _byte_progress(description: str, num_bytes: int, *, is_shown: bool) -> Iterator:
-    """Yields `advance(bytes)`; draws a bar when there is enough to do to wait for."""
-    if not is_shown or num_bytes < _PROGRESS_BYTES:
-        yield lambda num_done: None
-        return
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
-    with Progress(*columns, transient=True) as progress:
-        task = progress.add_task(description, total=num_bytes)
-        yield lambda num_done: progress.advance(task, num_done)

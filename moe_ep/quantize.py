@@ -2,20 +2,19 @@
 arithmetic, `QuantSpec` the choices)."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import product
 from typing import TypeVar
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
 from moe_ep.arguments import check_float_dtype, check_kind
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.number_formats import decode_e2m1, decode_e8m0
+from moe_ep.progress import progress_bar
 from moe_ep.quant_chains import Nvfp4Scales, block_amax, encode_blocks, encode_nvfp4
 from moe_ep.quant_spec import BLOCKS, QuantizedTensor, QuantSpec
 
@@ -159,15 +158,11 @@ def expand_sf(
     return rows.repeat_interleave(block[1], dim=-1)[..., : shape[-1]]
 
 
-@contextmanager
-def element_progress(description: str, num_elements: int) -> Iterator[Callable[[int], object]]:
-    """Yields `advance(elements)`; draws a bar when there is enough to do to wait for."""
-    if num_elements < _PROGRESS_ELEMENTS:
-        yield lambda num_done: None
-        return
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(description, total=num_elements)
-        yield lambda num_done: progress.advance(task, num_done)
+def element_progress(
+    description: str, num_elements: int
+) -> AbstractContextManager[Callable[[int], object]]:
+    """A `progress_bar` over elements, drawn when there are enough to wait for."""
+    return progress_bar(description, num_elements, is_shown=num_elements >= _PROGRESS_ELEMENTS)
 
 
 def _check(w: torch.Tensor, spec: QuantSpec, name: str) -> None:

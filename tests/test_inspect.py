@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 import moe_ep
 from moe_ep.checkpoint import Checkpoint
 from moe_ep.launch import cli
+from moe_ep.launch.inspect import examine
 
 
 def inspect(capsys: pytest.CaptureFixture[str], path: Path, *options: str) -> tuple[int, list]:
@@ -34,8 +35,6 @@ def test_the_format_and_the_sizes_are_those_that_load_takes(tmp_path, capsys, fm
 
 
 def test_values_are_not_read(tmp_path):
-    from moe_ep.launch.inspect import examine
-
     save(tmp_path, make("modelopt_nvfp4").tensors)
     checkpoint = Checkpoint(tmp_path)
     examine(checkpoint)
@@ -66,6 +65,14 @@ def test_layers_are_listed_in_order_each_with_its_own_format(tmp_path, capsys):
             ["0.down_proj.weight (expert 0): missing", "0.down.weight (expert 0): not known"],
         ),
         ({"2.up_proj.weight": "2.w3.weight"}, ["with w1/w3/w2 (2.w3.weight)"]),
+        (
+            {"5.down_proj.weight": "50.down_proj.weight"},
+            ["5.down_proj.weight (expert 5): missing, 50.down_proj.weight (expert 50): not known;"],
+        ),
+        (
+            {"7.gate_proj.weight": "8.gate_proj.weight"},
+            ["7.gate_proj.weight (expert 7): missing, 8.gate_proj.weight (expert 8): not known;"],
+        ),
         ({"3.up_proj.weight": "router"}, ["3.up_proj.weight (expert 3): missing, router: not"]),
     ],
 )
@@ -165,7 +172,33 @@ def test_half_of_the_experts_is_half_of_the_bytes(tmp_path, capsys):
     assert 2 * half["num_bytes"] == whole["num_bytes"]
 
 
-@pytest.mark.parametrize("columns", [80, 160])
+@pytest.mark.parametrize("missing", [0, 3, 7])
+def test_an_expert_that_is_missing_whole_is_named_unless_it_is_the_last(tmp_path, capsys, missing):
+    """Without config.json nobody knows that there was one more."""
+    tensors = make("modelopt_nvfp4").tensors
+    save(tmp_path, {n: t for n, t in tensors.items() if not n.startswith(f"{missing}.")})
+    code, (report,) = inspect(capsys, tmp_path)
+    assert (code, report["num_experts"]) == ((0, 7) if missing == 7 else (1, 8))
+    if missing < 7:
+        assert f"{missing}.gate_proj.weight (expert {missing})" in report["reason"]
+        assert "not known" not in report["reason"]
+    (tmp_path / "config.json").write_text('{"num_experts": 8}')
+    code, (report,) = inspect(capsys, tmp_path)
+    assert code == 1
+    assert f"{missing}.gate_proj.weight (expert {missing})" in report["reason"]
+
+
+def test_progress_leaves_stdout_to_the_report(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    monkeypatch.setitem(examine.__globals__, "_PROGRESS_MIN_TENSORS", 0)
+    save(tmp_path, make("hf").tensors)
+    assert cli.main(["inspect", str(tmp_path), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)[0]["can_run"]
+    assert "reading headers" in printed.err
+
+
+@pytest.mark.parametrize("columns", [70, 80, 160])
 def test_the_table_has_a_row_for_each_layer_and_reasons_below(
     tmp_path, capsys, monkeypatch, columns
 ):
@@ -178,12 +211,34 @@ def test_the_table_has_a_row_for_each_layer_and_reasons_below(
     save_file({n: t.clone() for n, t in named.items()}, tmp_path / "one.safetensors")
     assert cli.main(["inspect", str(tmp_path), "--device", "cpu"]) == 1
     out = capsys.readouterr().out
-    rows = [line.split() for line in out.splitlines() if "compressed_tensors_nvfp4   nvfp4" in line]
+    assert " layer   format " in out
+    rows = [line.split() for line in out.splitlines() if "compressed_tensors_nvfp4   8" in line]
     assert [(row[0], row[-1]) for row in rows] == [("58", "yes"), ("59", "no"), ("60", "yes")]
-    assert all(row[3:6] == ["8", "256", "128"] for row in rows)
+    assert all(row[2:5] == ["8", "256", "128"] for row in rows)
     said = " ".join(out.split())
     assert "layer 58 and 1 more: split over TorchCommConfig" in said
     assert "5.up_proj.weight_packed (expert 5): missing" in said
+
+
+def test_a_narrow_table_loses_no_character(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    save(tmp_path, make("compressed_tensors_nvfp4").tensors)
+    assert cli.main(["inspect", str(tmp_path), "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    header, _, *rows = out.partition(" layer")[2].splitlines()
+    column = slice(header.index("format") + len(" layer"), header.index("E") + len(" layer"))
+    cells = "".join(row[column].strip() for row in rows[: rows.index(" " * 60)])
+    assert cells == "compressed_tensors_nvfp4"
+
+
+def test_layers_of_one_number_are_told_apart_by_their_names(tmp_path, capsys):
+    modules = ("model.layers.0.mlp.experts", "mtp.layers.0.mlp.experts")
+    tensors = make("hf_fused").tensors
+    named = {f"{module}.{n}": t.clone() for module in modules for n, t in tensors.items()}
+    save_file(named, tmp_path / "one.safetensors")
+    assert cli.main(["inspect", str(tmp_path), "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert all(module in out for module in modules)
 
 
 def test_a_path_without_experts_is_an_error(tmp_path, capsys):

@@ -432,9 +432,12 @@ def test_progress_counts_every_element_and_leaves_stdout_alone(capsys, monkeypat
     done = []
     quantize(torch.zeros(3, 200, 128), "mxfp8", advance=done.append)
     assert sum(done) == 3 * 200 * 128
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
     monkeypatch.setitem(quantize.__globals__, "_PROGRESS_ELEMENTS", 0)
-    quantize(torch.zeros(200, 128), "mxfp8")
-    assert capsys.readouterr().out == ""
+    quantize(torch.zeros(200, 128), "mxfp8", name="w2")
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "quantising w2 to mxfp8" in printed.err
 
 
 # Training
