@@ -41,6 +41,7 @@ __all__ = ["Checkpoint", "load"]
 _log = logging.getLogger(__name__)
 
 _INDEX = "*.safetensors.index.json"
+_LFS_POINTER = b"version https://git-lfs"
 _EXPERTS = re.compile(r"((?:.*\.)?experts)\.(.+)")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # A shard is mapped; pages that were read stay resident until it is closed.
@@ -112,7 +113,7 @@ class Checkpoint:
             try:
                 self._shard = (file, safe_open(file, framework="pt"))
             except (SafetensorError, OSError) as error:
-                raise MoEEpConfigError(f"{file} cannot be read: {error}") from error
+                raise MoEEpConfigError(f"{file} cannot be read: {_why(file, error)}") from error
         return self._shard[1]
 
     def _slice(self, name: str) -> Any:
@@ -162,6 +163,17 @@ class Checkpoint:
             f"layer {layer!r} has no experts in {self.path}; allowed: "
             + (f"a layer of {known}" if experts else "none, it holds no '...experts.' tensors")
         )
+
+
+def _why(file: Path, error: Exception) -> str:
+    """Why a file could not be opened, in the terms of who downloaded it."""
+    if file.suffix == ".json":
+        return "it is no safetensors file; allowed: the folder that it lies in"
+    if file.is_file():
+        with file.open("rb") as stream:
+            if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                return "it is a Git LFS pointer to the file; download it with `git lfs pull`"
+    return str(error)
 
 
 def layer_number(experts_name: str) -> int | None:

@@ -217,9 +217,9 @@ class MoEEpLayer(torch.nn.Module):
                 allow_nonfinite=allow_nonfinite,
             )
         else:
+            check_update(weights, self._form, self._group.device)
             if format is not None or prefix:
                 raise MoEEpConfigError("format and prefix go with named tensors, not MoEWeights")
-            check_update(weights, self._form, self._group.device)
             check_placed(weights, self._expert_map)
             write = partial(self._backend.update_weights, weights)
         self._write_weights(write)

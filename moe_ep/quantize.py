@@ -55,12 +55,15 @@ def quantize(
     """
     spec = spec if isinstance(spec, QuantSpec) else QuantSpec(format=spec)
     _check(w, spec, name)
+    check_kind("allow_nonfinite", allow_nonfinite, bool, "a bool")
     w = w.detach()
     if out is None:
         out = QuantizedTensor.empty(tuple(w.shape), spec, w.device)
-    elif (out.spec, out.shape) != (spec, tuple(w.shape)):
+    check_kind("out", out, QuantizedTensor, "a QuantizedTensor")
+    if (out.spec, out.shape, out.codes.device) != (spec, tuple(w.shape), w.device):
         raise MoEEpConfigError(
-            f"out is of {out.spec} and shape {out.shape}; allowed: {spec}, {tuple(w.shape)}"
+            f"out is of {out.spec}, shape {out.shape}, on {out.codes.device}; allowed: {spec}, "
+            f"{tuple(w.shape)}, on {w.device}"
         )
     if advance is None:
         with element_progress(f"quantising {name} to {spec.format}", w.numel()) as advance:
@@ -169,6 +172,8 @@ def _check(w: torch.Tensor, spec: QuantSpec, name: str) -> None:
     check_kind(name, w, torch.Tensor, "a tensor")
     if w.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise MoEEpConfigError(f"{name} must be BF16, FP16 or FP32 to quantise, got {w.dtype}")
+    if w.is_meta:
+        raise MoEEpConfigError(f"{name} is on meta; allowed: a tensor with values")
     if w.dim() < 2:
         raise MoEEpConfigError(f"{name} must be [..., N, K], got shape {tuple(w.shape)}")
     block_cols = BLOCKS[spec.format][1]

@@ -49,6 +49,8 @@ def stage(
         raise MoEEpConfigError("weights is an empty mapping; allowed: at least one named tensor")
     if format is None:
         raise MoEEpConfigError("format is missing; named tensors need the checkpoint's format")
+    check_kind("round_fp16", round_fp16, bool, "a bool")
+    check_kind("allow_nonfinite", allow_nonfinite, bool, "a bool")
     fmt = checkpoint_format(format, gate_up_order)
     if fmt.weights_format != form.weights_format:
         raise MoEEpConfigError(
@@ -64,7 +66,7 @@ def stage(
         if not name.startswith(prefix) or name[cut:] not in expected:
             raise MoEEpConfigError(
                 f"{name} is not known to format {format!r} with {num_experts} experts; allowed: "
-                f"{prefix}{fmt.pattern}"
+                f"{prefix}{fmt.pattern}{_other_prefix(name, prefix, expected)}"
             )
     pieces = []
     for name, tensor in named.items():
@@ -87,8 +89,20 @@ def stage(
     return lambda: write_experts(held, form, tensors, local_experts)
 
 
+def _other_prefix(name: str, prefix: str, expected: Mapping[str, Expected]) -> str:
+    """What to add to a refusal of `name`, which would be known behind another prefix."""
+    parts = name.split(".")
+    for cut in range(len(parts)):
+        if ".".join(parts[cut:]) in expected:
+            fitting = "".join(f"{part}." for part in parts[:cut])
+            return f"; prefix is {prefix!r}, with {fitting!r} the name is known"
+    return ""
+
+
 def _check(tensor: torch.Tensor, name: str, expected: Expected) -> None:
     check_kind(name, tensor, torch.Tensor, "a tensor")
+    if tensor.is_meta:
+        raise MoEEpConfigError(f"{name} is on meta; allowed: a tensor with values")
     dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
     if misfit := expected.misfit(tensor.shape, dtype):
         raise MoEEpConfigError(f"{name} {misfit}")

@@ -343,10 +343,10 @@ def _tp_part(
     fmt = weight_format(weights.weights_format)
     block = max(1, fmt.sf_cols)
     if weights.intermediate % (num_ranks * block):
+        blocks = f" into whole {fmt.name} scale blocks of {block}" if block > 1 else ""
         raise MoEEpConfigError(
-            f"intermediate {weights.intermediate} does not divide over {num_ranks} tp ranks into "
-            f"whole {fmt.name} scale blocks of {block}; it must be a multiple of "
-            f"{num_ranks * block}"
+            f"intermediate {weights.intermediate} does not divide over {num_ranks} tp ranks"
+            f"{blocks}; it must be a multiple of {num_ranks * block}"
         )
 
     def cut(tensor: torch.Tensor, dim: int, num_halves: int = 1) -> torch.Tensor:

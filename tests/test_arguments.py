@@ -103,6 +103,26 @@ CALLS: dict[str, tuple[str, Callable[[], object]]] = {
         "out is of",
         lambda: quantize(torch.ones(32, 32), "nvfp4", out=nvfp4()),
     ),
+    "quantize: out of torch": (
+        "out must be a QuantizedTensor, got Tensor",
+        lambda: quantize(torch.ones(16, 32), "nvfp4", out=torch.ones(16, 32)),
+    ),
+    "quantize: out elsewhere": (
+        "shape .16, 32., on meta; allowed: .*, on cpu",
+        lambda: quantize(
+            torch.ones(16, 32),
+            "nvfp4",
+            out=QuantizedTensor.empty((16, 32), QuantSpec(format="nvfp4"), "meta"),
+        ),
+    ),
+    "quantize: non-finite": (
+        "allow_nonfinite must be a bool",
+        lambda: quantize(torch.ones(16, 32), "nvfp4", allow_nonfinite="no"),
+    ),
+    "quantize: meta": (
+        "w is on meta; allowed: a tensor with values",
+        lambda: quantize(torch.ones(16, 32, device="meta"), "nvfp4", name="w"),
+    ),
     "qdq: integers": ("must be BF16, FP16 or FP32", lambda: qdq(torch.ones(16, 32).int(), "mxfp4")),
     "qdq: list": ("must be a tensor", lambda: qdq([1.0], "mxfp4")),
     "QuantSpec: list": ("format must be", lambda: QuantSpec(format=["nvfp4"])),
@@ -129,6 +149,23 @@ CALLS: dict[str, tuple[str, Callable[[], object]]] = {
         lambda: update({"5.up_proj.weight": [1.0]}),
     ),
     "update: format": ("format must be", lambda: update({"5": torch.ones(1)}, format=["hf"])),
+    "update: pairs": ("weights must be MoEWeights, got list, or a mapping", lambda: update([])),
+    "update: a name": (
+        "weights must be MoEWeights, got str, or",
+        lambda: update("5.up_proj.weight"),
+    ),
+    "update: rounding": (
+        "round_fp16 must be a bool",
+        lambda: update({"5": torch.ones(1)}, round_fp16="no"),
+    ),
+    "update: non-finite": (
+        "allow_nonfinite must be a bool",
+        lambda: update({"5": torch.ones(1)}, allow_nonfinite=1),
+    ),
+    "update: meta": (
+        "5.up_proj.weight is on meta; allowed: a tensor with values",
+        lambda: update({"5.up_proj.weight": torch.ones(SHAPE.intermediate, 256, device="meta")}),
+    ),
     "update: order": ("gate_up_order", lambda: update({"5": torch.ones(1)}, gate_up_order=3)),
 }
 

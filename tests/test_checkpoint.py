@@ -387,6 +387,11 @@ def test_damaged_folders_name_the_file(tmp_path):
     second.write_bytes(intact[: len(intact) // 2])
     with pytest.raises(MoEEpConfigError, match="model-00002-of-00002.safetensors cannot be read"):
         load(tmp_path, "hf")
+    second.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n")
+    with pytest.raises(MoEEpConfigError, match="model-00002.*is a Git LFS pointer.*git lfs pull"):
+        load(tmp_path, "hf")
+    with pytest.raises(MoEEpConfigError, match="index.json.*allowed: the folder that it lies in"):
+        load(tmp_path / "model.safetensors.index.json", "hf")
     second.unlink()
     with pytest.raises(MoEEpConfigError, match="names model-00002.*not there"):
         load(tmp_path, "hf")

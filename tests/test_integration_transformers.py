@@ -268,6 +268,41 @@ def test_fp32_model_is_refused_naming_parameter_and_dtype():
         replace_moe_layers(build_model("Qwen3-MoE").float(), max_tokens_per_rank=8)
 
 
+def test_weights_that_cannot_be_quantised_are_named_with_their_module_and_expert():
+    model = build_model("GLM-4-MoE")
+    name, experts = list(find_experts(model).items())[-1]
+    experts.down_proj.data[3, 5, 7] = float("nan")
+    message = f"{name}: down matrix of expert 3 holds NaN or Inf"
+    with pytest.raises(MoEEpConfigError, match=message):
+        replace_moe_layers(model, max_tokens_per_rank=64, weights_format="nvfp4")
+
+
+def refused_on_rank_1(rank: int, _num_ranks: int) -> list[str]:
+    """What each rank raises where rank 1 alone has a reason; then a model that both replace."""
+    raised = []
+    for spoil in (spoil_expert_7, torch.nn.Module.float):
+        model = build_model("Mixtral")
+        if rank == 1:
+            spoil(model)
+        with pytest.raises(MoEEpConfigError) as refusal:
+            replace_moe_layers(model, max_tokens_per_rank=64, weights_format="mxfp8")
+        raised.append(str(refusal.value))
+    replace_moe_layers(build_model("Mixtral"), max_tokens_per_rank=64, weights_format="mxfp8")
+    return raised
+
+
+def spoil_expert_7(model: hf.PreTrainedModel) -> None:
+    """Which only the second of two ranks quantises."""
+    next(iter(find_experts(model).values())).down_proj.data[7, 5, 7] = float("inf")
+
+
+def test_what_one_rank_refuses_all_raise_at_once():
+    for rank, raised in enumerate(spawn.run(refused_on_rank_1, 2, timeout_s=240)):
+        assert all(("rank 1" in text) == (rank == 0) for text in raised)
+        assert "layers.0.mlp.experts: down matrix of expert 7 holds NaN or Inf" in raised[0]
+        assert "is torch.float32; allowed: torch.bfloat16" in raised[1]
+
+
 def test_count_flips_ignores_the_order_of_the_slots():
     routing = {"a": [torch.tensor([[0, 1], [2, 3]])]}
     assert count_flips(routing, {"a": [torch.tensor([[1, 0], [2, 4]])]}) == (1, 2)

@@ -16,6 +16,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -23,15 +25,18 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_ep.arguments import check_kind
-from moe_ep.comm.errors import MoEEpConfigError, MoEEpStateError
+from moe_ep.comm.errors import MoEEpConfigError, MoEEpError, MoEEpStateError
 from moe_ep.comm.group import EpGroup
 from moe_ep.config import Backend
+from moe_ep.fingerprint import agree
 from moe_ep.inputs import MoEInputs
 from moe_ep.layer import MoEEpLayer
 from moe_ep.megakernel.problem import Activation, MoEShape, weight_format
 from moe_ep.weights import MoEWeights
 
+T = TypeVar("T")
 EXPERTS_IMPLEMENTATION = "moe_ep"
+_TIMEOUT_S = 60.0  # as that of MoEEpLayer
 
 # hidden_act of a transformers configuration -> kind of activation, for act(gate) * up.
 GATED_ACTIVATIONS = {
@@ -146,15 +151,37 @@ def experts_weights(experts: nn.Module) -> MoEWeights:
 
 
 def _layer_weights(
-    experts: nn.Module, group: EpGroup, weights_format: str, parallel: str
+    name: str, experts: nn.Module, group: EpGroup, weights_format: str, parallel: str
 ) -> MoEWeights:
     """This rank's weights. Quantised before the cut where the cut divides a matrix (tp)."""
-    weights = experts_weights(experts)
-    if weights_format == "bf16":
-        return weights.shard(parallel, group.rank, group.num_ranks)
-    if parallel == "ep":
+    try:
+        weights = experts_weights(experts)
+        if parallel == "tp":
+            return weights.quantize(weights_format).shard(parallel, group.rank, group.num_ranks)
         return weights.shard(parallel, group.rank, group.num_ranks).quantize(weights_format)
-    return weights.quantize(weights_format).shard(parallel, group.rank, group.num_ranks)
+    except MoEEpConfigError as error:
+        raise MoEEpConfigError(f"{name}: {error}") from None
+
+
+def _replaceable_shapes(model: PreTrainedModel, weights_format: str) -> dict[str, MoEShape]:
+    """Name of each experts module -> its shape, or an error if the model cannot be replaced."""
+    weight_format(weights_format)
+    found = find_experts(model)
+    for name, experts in found.items():
+        if hasattr(experts, "moe_ep_layer"):
+            raise MoEEpStateError(f"{name} runs a MoEEpLayer already; load the model anew")
+    return {name: experts_shape(experts) for name, experts in found.items()}
+
+
+def _on_all_ranks(group: EpGroup, prepare: Callable[[], T]) -> T:
+    """`prepare()`, unless a rank refuses: then all raise. Collective."""
+    prepared = refusal = None
+    try:
+        prepared = prepare()
+    except MoEEpError as error:
+        refusal = error
+    agree(group, {}, refusal, _TIMEOUT_S, topic="replace_moe_layers")
+    return prepared
 
 
 def _forward(
@@ -202,27 +229,23 @@ def replace_moe_layers(
     `save_pretrained` would write a model without experts. Every rank must then call the model the
     same number of times.
 
-    Raises `MoEEpConfigError` for a model that is not known, for parameters that are not BF16 and
-    for what `MoEEpLayer` refuses; the model is untouched if the reason was seen before the first
-    layer was built.
+    Raises `MoEEpConfigError` on every rank for a model that is not known, naming the module for
+    parameters that are not BF16 or cannot be quantised, and for what `MoEEpLayer` refuses; the
+    model is untouched if the reason was seen before the first layer was built.
     """
     check_kind("model", model, PreTrainedModel, "a transformers model")
-    weight_format(weights_format)
     if group is None:
         group = EpGroup.default(model.device)
     elif not isinstance(group, EpGroup):
         group = EpGroup.from_process_group(group, model.device)
-    found = find_experts(model)
-    for name, experts in found.items():
-        if hasattr(experts, "moe_ep_layer"):
-            raise MoEEpStateError(f"{name} runs a MoEEpLayer already; load the model anew")
-    shapes = {name: experts_shape(experts) for name, experts in found.items()}
+    shapes = _on_all_ranks(group, lambda: _replaceable_shapes(model, weights_format))
     layers = {}
-    for name, experts in found.items():
-        weights = _layer_weights(experts, group, weights_format, parallel)
+    for name, shape in shapes.items():
+        experts = model.get_submodule(name)
+        prepare = partial(_layer_weights, name, experts, group, weights_format, parallel)
         layers[name] = MoEEpLayer(
-            shapes[name],
-            weights,
+            shape,
+            _on_all_ranks(group, prepare),
             max_tokens_per_rank=max_tokens_per_rank,
             backend=backend,
             group=group,
