@@ -78,7 +78,7 @@ def test_A67_a_replay_after_a_refit_has_the_new_weights(ranks):
 @on("cpu1", "split1", "mega1")
 def test_A68_three_refits_in_a_row_are_right_and_memory_is_flat(ranks):
     for name in ("nvfp4", "fp8_block", "bf16"):
-        layer = ranks.module(S0, weights_of(S0, name))
+        layer = ranks.module(S0, make_weights(S0, name))
         held = []
         for seed in (1, 2, 3):
             weights = make_weights(S0, name, seed)
