@@ -2,8 +2,8 @@
 
 Weights from `WeightFormat`; buffers from what one call of the split path (`moe_ep/split.py` over
 `comm/torch_transport.py`) holds, phase by phase. `--kernel grouped`: prepared weights, and on one
-rank the workspace, as `moe_ep/grouped_memory.py` allocates them. Plain integers: no GPU, no process
-group.
+rank the workspace, as `moe_ep/grouped_memory.py` allocates them. The mega kernel's from
+`megakernel/workspace.py`, region by region. Plain integers: no GPU, no process group.
 
 Letters: R ranks, C capacity (tokens per rank), K slots, H hidden, I intermediate, e local experts,
 N tokens received, P pool rows (received slots whose expert is here).
@@ -19,8 +19,9 @@ from moe_ep.config import GroupedGemmConfig
 from moe_ep.grouped_limits import layer_misfit
 from moe_ep.grouped_memory import prepared_bytes, workspace_regions
 from moe_ep.launch.geometries import GEOMETRIES, geometry
+from moe_ep.megakernel.mega_moe import make_buckets, make_layout
 from moe_ep.megakernel.problem import WEIGHT_FORMATS, MoEShape, owned_experts, weight_format
-from moe_ep.megakernel.workspace import Workspace
+from moe_ep.megakernel.workspace import aligned_bytes
 
 _BF16, _FP32, _INT64 = 2, 4, 8
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -104,10 +105,7 @@ def weight_regions(problem: Problem) -> list[Region]:
     fmt, shape = weight_format(problem.weights_format), problem.shape
     num_experts, halves = problem.num_local_experts, shape.num_fc1_halves
     if problem.kernel == "grouped":
-        local_shape = replace(shape, intermediate=problem.local_intermediate)
-        num_bytes = prepared_bytes(local_shape, fmt.name, num_experts)
-        note = f"{num_experts} experts in {fmt.name} tiles, padded, with their scales"
-        return [Region("prepared weights", num_bytes, note)]
+        return [_prepared_weights(problem)]
     hidden, intermediate = shape.hidden, problem.local_intermediate
     regions = [
         Region(
@@ -125,6 +123,14 @@ def weight_regions(problem: Problem) -> list[Region]:
         note = f"{num_experts} experts x {halves + 1} matrices, FP32"
         regions.append(Region("global scales", num_experts * (halves + 1) * _FP32, note))
     return regions
+
+
+def _prepared_weights(problem: Problem) -> Region:
+    """As both Hopper kernels read them."""
+    local_shape = replace(problem.shape, intermediate=problem.local_intermediate)
+    num_experts, fmt = problem.num_local_experts, problem.weights_format
+    note = f"{num_experts} experts in {fmt} tiles, padded, with their scales"
+    return Region("prepared weights", prepared_bytes(local_shape, fmt, num_experts), note)
 
 
 def buffer_regions(problem: Problem, routing: str = "even") -> list[Region]:
@@ -225,24 +231,22 @@ def _expert_bytes(problem: Problem, num_rows: int) -> int:
 
 
 def mega_regions(problem: Problem) -> list[Region]:
-    """What the mega kernel holds all the time, whatever the routing. Raises `MoEEpConfigError` for
-    what it does not run."""
+    """What the mega kernel holds all the time, whatever the routing: weights as it reads them, and
+    every region of the workspace that its builds share, in whole alignments.
+
+    Raises `MoEEpConfigError` for what it does not run.
+    """
     if problem.parallel == "tp" and mega_limits.PENDING_TP is not None:
         raise MoEEpConfigError(mega_limits.PENDING_TP)
-    workspace = Workspace(
-        num_ranks=problem.num_ranks,
-        num_local_experts=problem.num_local_experts,
-        top_k=problem.shape.top_k,
-        hidden=problem.shape.hidden,
-        intermediate=problem.local_intermediate,
-        max_tokens_per_rank=problem.max_tokens_per_rank,
-        max_tile_width=8,  # the narrowest tiles have the most counters
-        parallel=problem.parallel,
-    )
-    note = f"pool of {workspace.num_pool_rows} rows: every slot of every rank"
+    shape, num_ranks, capacity = problem.shape, problem.num_ranks, problem.max_tokens_per_rank
+    buckets = make_buckets(problem.weights_format, shape, capacity, num_ranks, problem.parallel)
+    workspace = make_layout(shape, num_ranks, capacity, buckets, problem.parallel)
     return [
-        Region("symmetric heap", workspace.num_bytes("symmetric"), "what peers read and write"),
-        Region("workspace", workspace.num_bytes("local"), note),
+        _prepared_weights(problem),
+        *(
+            Region(r.name, aligned_bytes(r.num_bytes), f"{r.scope} {list(r.shape)} {r.dtype}")
+            for r in workspace.regions
+        ),
     ]
 
 
@@ -305,7 +309,7 @@ def _as_json(
 ) -> dict[str, object]:
     weights_bytes = sum(region.num_bytes for region in weights)
     mega_report = {
-        "total_bytes": weights_bytes + sum(region.num_bytes for region in mega),
+        "total_bytes": sum(region.num_bytes for region in mega),
         "regions": [asdict(region) for region in mega],
     }
     return {
@@ -363,7 +367,7 @@ def _print_table(
         size = format_bytes(region.num_bytes)
         table.add_row(region.name, size, size, region.note)
     if mega:
-        size = format_bytes(weights_bytes + sum(region.num_bytes for region in mega))
+        size = format_bytes(sum(region.num_bytes for region in mega))
         table.add_row("mega: weights and workspace", size, size, style="bold")
     else:
         table.add_row("mega", "-", "-", why_not)

@@ -48,6 +48,10 @@ _DTYPE_BYTES = {"int32": 4, "int64": 8, "bfloat16": 2, "float32": 4}
 MAX_TP_ELEMENTS = 2**32  # of `parts`: threads number four of them with an int32
 
 
+def aligned_bytes(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
 @dataclass(frozen=True)
 class Region:
     """One array. `scope`: "symmetric" or "local"."""
@@ -211,13 +215,11 @@ class Workspace:
         offsets = {}
         for region in self.regions:
             offsets[region.name] = ends[region.scope]
-            ends[region.scope] += -(-region.num_bytes // ALIGNMENT) * ALIGNMENT
+            ends[region.scope] += aligned_bytes(region.num_bytes)
         return offsets
 
     def num_bytes(self, scope: str) -> int:
         """Bytes of one rank's allocation of that scope."""
         return sum(
-            -(-region.num_bytes // ALIGNMENT) * ALIGNMENT
-            for region in self.regions
-            if region.scope == scope
+            aligned_bytes(region.num_bytes) for region in self.regions if region.scope == scope
         )

@@ -177,18 +177,30 @@ def test_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
         assert split["total_bytes"] == report["weights"]["bytes"] + split["peak_bytes"]
 
 
+def mega_bytes(report: dict) -> dict[str, int]:
+    regions = report["mega"]["regions"]
+    assert report["mega"]["total_bytes"] == sum(region["num_bytes"] for region in regions)
+    assert len({region["name"] for region in regions}) == len(regions)
+    return {region["name"]: region["num_bytes"] for region in regions}
+
+
 def test_mega_holds_a_pool_row_for_every_slot_of_every_rank(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["estimate", "--geometry", "v3", "--ranks", "8", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    heap, workspace = report["mega"]["regions"]
+    held = mega_bytes(json.loads(capsys.readouterr().out))
     num_rows = 8 * 512 * 8
-    # Staged tokens and terms, ids; pool and hidden pool, 12 bytes of metadata for a row.
-    assert heap["num_bytes"] == pytest.approx(512 * 7168 * 2 * (1 + 8), rel=0.01)
-    assert workspace["num_bytes"] == pytest.approx(num_rows * (2 * (7168 + 2048) + 12), rel=0.01)
-    parts = [report["weights"]["bytes"], heap["num_bytes"], workspace["num_bytes"]]
-    assert report["mega"]["total_bytes"] == sum(parts)
+    assert held["x_stage"] == 512 * 7168 * 2
+    assert held["terms"] == 512 * 8 * 7168 * 2
+    assert (held["ids"], held["pool_row"], held["src_meta"]) == (4 * num_rows,) * 2 + (
+        8 * num_rows,
+    )
+    assert (held["pool"], held["hidden"]) == (num_rows * 7168 * 2, num_rows * 2048 * 2)
+    # 4608 bytes for 64 x 128 codes with their scales, four FP32 scales of an expert.
+    assert held["prepared weights"] == 32 * (3 * 7168 * 2048 // 8192 * 4608 + 16)
+    # Flags and counters: a tile of 8 rows or more has two counters in each of two banks.
+    rest = held["step"] + held["abort"] + held["counters"]
+    assert rest < 16 * (num_rows // 8 + 32) + 1024
 
 
 def test_mega_holds_the_terms_of_all_ranks_under_tp(
@@ -200,12 +212,16 @@ def test_mega_holds_the_terms_of_all_ranks_under_tp(
     assert json.loads(capsys.readouterr().out)["mega"]["reason"] == "not today"
     monkeypatch.setattr(mega_limits, "PENDING_TP", None)
     assert main(command) == 0
-    heap, workspace = json.loads(capsys.readouterr().out)["mega"]["regions"]
+    report = json.loads(capsys.readouterr().out)
+    held, scopes = mega_bytes(report), {"symmetric": 0, "local": 0}
+    for region in report["mega"]["regions"][1:]:
+        scopes[region["note"].split()[0]] += region["num_bytes"]
     num_rows = 8 * 512 * 8
     # Staged tokens, FP32 parts of eight ranks; pool, hidden pool of an eighth of I, FP32 terms.
-    assert heap["num_bytes"] == pytest.approx(512 * 7168 * (2 + 8 * 4), rel=0.01)
+    assert scopes["symmetric"] == pytest.approx(512 * 7168 * (2 + 8 * 4), rel=0.01)
     row_bytes = 2 * (7168 + 2048 // 8) + 4 * 7168 + 12
-    assert workspace["num_bytes"] == pytest.approx(num_rows * row_bytes, rel=0.01)
+    assert scopes["local"] == pytest.approx(num_rows * row_bytes, rel=0.01)
+    assert held["prepared weights"] == 256 * (3 * 7168 * 256 // 8192 * 4608 + 16)
 
 
 def test_table_says_what_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
