@@ -1,4 +1,4 @@
-"""Field cases of checkpoints, scales and placement on the CPU.
+"""Field cases of checkpoints, scales and placement.
 
 Each is a checkpoint, map or update that gave another runtime silently wrong experts. The oracle is
 the values as the formats define them (`checkpoint_files`), in FP64, and the specification.
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_files import PREFIX, SHAPE, Written, make, save
+from field_ranks import on
 from layer_cases import make_inputs, make_weights, with_ids
 from oracles import unpack_e2m1
 
@@ -281,3 +282,49 @@ def tensor_bytes() -> int:
             storage = thing.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
+
+
+# ---- the same on kernels: what was loaded is what runs -------------------------------------------
+
+
+@on("split1", "mega1")
+def test_A28_A29_placed_experts_have_the_bits_of_experts_in_order(ranks):
+    weights = make_weights(SHAPE, "nvfp4")
+    inputs = on_device(ranks, INPUTS)
+    expected = ranks.module(SHAPE, weights)(inputs)
+    ranks.assert_right([expected.cpu()], [INPUTS], weights, SHAPE)
+    for slots in ((0, 1, 2, 3, 4, 5, 6, 7, 0, 5), (0, 2, 4, 6, 1, 3, 5, 7)):
+        expert_map = ExpertMap(8, slots)
+        layer = ranks.module(SHAPE, place(weights, expert_map), expert_map=expert_map)
+        assert torch.equal(layer(inputs), expected)
+        layer.destroy()
+
+
+@on("split1", "mega1")
+def test_A33_A35_A36_A38_dialects_and_fused_tensors_have_the_same_bits(ranks, tmp_path):
+    """A35, A36: scales whose reciprocals are exact, and stated ones. A38: one tensor, and two. A33:
+    without the scales of activations, which no kernel uses."""
+    scales = {(e, m): 2.0 ** -(8 + e) for e in range(8) for m in ("gate", "up", "down")}
+    tensors = with_global_scales(scales).tensors
+    without = {name: t for name, t in tensors.items() if "input_scale" not in name}
+    fused = make("hf_fused").tensors
+    gate, up = fused["gate_up_proj"].chunk(2, dim=1)
+    separate = {f"{e}.gate_proj.weight": gate[e] for e in range(8)}
+    separate |= {f"{e}.up_proj.weight": up[e] for e in range(8)}
+    separate |= {f"{e}.down_proj.weight": fused["down_proj"][e] for e in range(8)}
+    alike = (
+        ((tensors, "modelopt_nvfp4"), (without, "modelopt_nvfp4"),
+         (in_the_other_dialect(tensors), "compressed_tensors_nvfp4")),
+        ((fused, "hf_fused"), (separate, "hf")),
+    )  # fmt: skip
+    for number, group in enumerate(alike):
+        outputs = []
+        for idx, (written, fmt) in enumerate(group):
+            weights = load(save(tmp_path / f"{number}{idx}", written), fmt)
+            outputs.append(ranks.module(SHAPE, weights)(on_device(ranks, INPUTS)).cpu())
+            ranks.assert_right(outputs[-1:], [INPUTS], weights, SHAPE)
+        assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
+def on_device(ranks, inputs: MoEInputs) -> MoEInputs:
+    return MoEInputs(*(tensor.to(ranks.device) for tensor in vars(inputs).values()))
