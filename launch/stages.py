@@ -52,6 +52,7 @@ class StampedLayer:
             shape,
             weights.weights_format,
             max_tokens_per_rank=max_tokens,
+            parallel=weights.parallel,
             has_bias13=weights.b13 is not None,
             has_bias2=weights.b2 is not None,
             takes_stamps=True,
