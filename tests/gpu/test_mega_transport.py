@@ -28,12 +28,16 @@ RANKS = [1, 2, 4, 8]
 
 
 class Stage:
-    """A transport of `num_ranks` virtual ranks (one: plain), its tensors and its oracle."""
+    """A transport of `num_ranks` virtual ranks (one: plain), its tensors and its oracle.
+
+    With a `group` of real ranks: its own rank of them, on its GPU.
+    """
 
     def __init__(
         self,
         num_ranks: int,
         *,
+        group: EpGroup | None = None,
         top_k: int = TOP_K,
         hidden: int = HIDDEN,
         num_experts: int = NUM_EXPERTS,
@@ -41,8 +45,11 @@ class Stage:
         ids_dtype: torch.dtype = torch.int32,
         **options,
     ) -> None:
-        is_one = num_ranks == 1
-        self.group = EpGroup.single("cuda") if is_one else EpGroup.virtual(num_ranks)
+        if group is None:
+            group = EpGroup.single("cuda") if num_ranks == 1 else EpGroup.virtual(num_ranks)
+        self.group = group
+        # Ranks whose tensors are here.
+        self.ranks = list(range(num_ranks)) if group.is_virtual else [group.rank]
         self.num_ranks, self.num_experts, self.capacity = num_ranks, num_experts, capacity
         self.transport = FusedTransport(
             self.group,
@@ -58,18 +65,19 @@ class Stage:
         self.x = torch.randn(num_ranks, capacity, hidden, generator=gen).bfloat16()
         self.scale = torch.rand(num_experts, generator=gen) + 0.5
         self.weights = torch.rand(slots, generator=gen)
+        x = self.x[self.ranks].cuda()
         self.on_gpu = {
-            "x": self.x.cuda(),
-            "topk_ids": torch.full(slots, -1, dtype=ids_dtype, device="cuda"),
-            "topk_weights": self.weights.cuda(),
-            "num_tokens": torch.zeros(num_ranks, dtype=torch.int32, device="cuda"),
+            "x": x,
+            "topk_ids": torch.full((len(x), capacity, top_k), -1, dtype=ids_dtype, device="cuda"),
+            "topk_weights": self.weights[self.ranks].cuda(),
+            "num_tokens": torch.zeros(len(x), dtype=torch.int32, device="cuda"),
             "scale": self.scale.cuda(),
-            "out": torch.zeros(num_ranks, capacity, hidden, dtype=torch.bfloat16, device="cuda"),
+            "out": torch.zeros_like(x),
         }
 
     def set_routing(self, ids: torch.Tensor, num_tokens: list[int]) -> None:
-        self.on_gpu["topk_ids"].copy_(ids)
-        self.on_gpu["num_tokens"].copy_(torch.tensor(num_tokens))
+        self.on_gpu["topk_ids"].copy_(ids[self.ranks])
+        self.on_gpu["num_tokens"].copy_(torch.tensor(num_tokens)[self.ranks])
         self.on_gpu["out"].fill_(float("nan"))
 
     def launch(self, **options) -> torch.Tensor:
@@ -87,9 +95,9 @@ class Stage:
         return outs
 
     def check(self, out: torch.Tensor, ids: torch.Tensor, num_tokens: list[int]) -> None:
-        for rank, expected in enumerate(self.expected(ids, num_tokens)):
-            got = out[rank].cpu()
-            assert_same_bits(got[: num_tokens[rank]], expected, rank)
+        all_expected = self.expected(ids, num_tokens)
+        for rank, got in zip(self.ranks, out.cpu(), strict=True):
+            assert_same_bits(got[: num_tokens[rank]], all_expected[rank], rank)
             assert got[num_tokens[rank] :].isnan().all(), f"rank {rank} wrote past its tokens"
 
     def run(self, ids: torch.Tensor, num_tokens: list[int], **options) -> None:
@@ -133,14 +141,14 @@ def fresh_stage():
 def random_ids(stage: Stage, seed: int, masked: float = 0.1) -> torch.Tensor:
     """Repeated experts included; a tenth of the slots masked."""
     gen = torch.Generator().manual_seed(seed)
-    shape = stage.on_gpu["topk_ids"].shape
+    shape = stage.weights.shape
     ids = torch.randint(0, stage.num_experts, shape, generator=gen)
     ids[torch.rand(shape, generator=gen) < masked] = -1
     return ids
 
 
 def filled(stage: Stage, expert: int) -> torch.Tensor:
-    return torch.full(stage.on_gpu["topk_ids"].shape, expert)
+    return torch.full(stage.weights.shape, expert)
 
 
 def of_one_rank(stage: Stage) -> torch.Tensor:
@@ -210,28 +218,27 @@ def test_bits_hold_for_other_geometries_and_builds(num_ranks, options):
     stage.transport.destroy()
 
 
-@pytest.mark.parametrize("num_ranks", RANKS)
-def test_500_calls_back_to_back_with_changing_tokens_and_routing(num_ranks):
-    stage = shared_stage(num_ranks)
+def run_500_calls(stage: Stage) -> None:
+    """Back to back: everything is on the GPU before the first."""
     calls = []
     for seed in range(500):
-        num_tokens = [(seed * (r + 3)) % (CAPACITY + 1) for r in range(num_ranks)]
+        counts = [(seed * (r + 3)) % (CAPACITY + 1) for r in range(stage.num_ranks)]
         ids = random_ids(stage, seed)
-        calls.append((ids, num_tokens, ids.int().cuda(), torch.tensor(num_tokens).int().cuda()))
+        on_gpu = torch.tensor(counts).int()[stage.ranks].cuda()
+        calls.append((ids, counts, ids.int()[stage.ranks].cuda(), on_gpu))
     outs = []
     for _, _, ids, num_tokens in calls:
         stage.on_gpu |= {"topk_ids": ids, "num_tokens": num_tokens}
         stage.on_gpu["out"] = torch.full_like(stage.on_gpu["out"], float("nan"))
         outs.append(stage.launch())
-    for out, (ids, num_tokens, _, _) in list(zip(outs, calls, strict=True))[::7]:
-        stage.check(out, ids, num_tokens)
+    for out, (ids, counts, _, _) in list(zip(outs, calls, strict=True))[::7]:
+        stage.check(out, ids, counts)
     stage.transport.check()
 
 
-def test_10000_calls_repeat_their_bits_in_flat_memory():
-    stage = shared_stage(4)
-    ids, num_tokens = CASES["full"](stage)
-    stage.run(ids, num_tokens)
+def run_10000_calls(stage: Stage) -> None:
+    """Of one routing: the same bits in flat memory."""
+    stage.run(*CASES["full"](stage))
     first = stage.on_gpu["out"].clone()
     num_differing = torch.zeros((), dtype=torch.int64, device="cuda")
     torch.cuda.synchronize()
@@ -245,9 +252,8 @@ def test_10000_calls_repeat_their_bits_in_flat_memory():
     assert torch.cuda.memory_allocated() == before
 
 
-@pytest.mark.parametrize("num_ranks", RANKS)
-def test_a_captured_graph_follows_routing_changed_between_replays(num_ranks):
-    stage = shared_stage(num_ranks)
+def replay_every_case(stage: Stage) -> None:
+    """By one captured graph."""
     stage.run(*CASES["full"](stage))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -257,6 +263,20 @@ def test_a_captured_graph_follows_routing_changed_between_replays(num_ranks):
         stage.set_routing(ids, num_tokens)
         graph.replay()
         stage.check(stage.on_gpu["out"], ids, num_tokens)
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_500_calls_back_to_back_with_changing_tokens_and_routing(num_ranks):
+    run_500_calls(shared_stage(num_ranks))
+
+
+def test_10000_calls_repeat_their_bits_in_flat_memory():
+    run_10000_calls(shared_stage(4))
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_a_captured_graph_follows_routing_changed_between_replays(num_ranks):
+    replay_every_case(shared_stage(num_ranks))
 
 
 @pytest.mark.parametrize("late_rank", [0, 3])
