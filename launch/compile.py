@@ -12,6 +12,8 @@ import itertools
 import time
 
 from moe_ep.comm.errors import MoEEpConfigError, MoEEpUnavailableError
+from moe_ep.config import GroupedGemmConfig
+from moe_ep.grouped_limits import layer_misfit
 from moe_ep.launch.geometries import GEOMETRIES
 from moe_ep.launch.random_layer import shard_shape
 from moe_ep.megakernel.compile_cache import CACHE_DIR_VARIABLE, KernelBuild, cache_dir, compile_all
@@ -20,6 +22,7 @@ from moe_ep.megakernel.knobs import KNOB_TABLE
 from moe_ep.megakernel.mega_moe import fit_spec, make_buckets, make_layout
 from moe_ep.megakernel.problem import (
     NAMED_ACTIVATIONS,
+    PARALLEL_MODES,
     WEIGHT_FORMATS,
     MoEShape,
     owned_experts,
@@ -29,14 +32,25 @@ BACKENDS = ("split", "mega")
 
 
 def split_builds(
-    shape: MoEShape, weights_format: str, *, num_ranks: int = 1, has_bias: bool = False
+    shape: MoEShape,
+    weights_format: str,
+    *,
+    num_ranks: int = 1,
+    parallel: str = "ep",
+    has_bias: bool = False,
 ) -> list[KernelBuild]:
     """Every kernel of a layer over the split path: permutation, FC1 and FC2 in each build of the
-    table, combine.
+    table, combine; under tp FC1 and FC2 alone.
 
     Where experts do not divide evenly over the ranks, for both numbers of local experts. Raises
-    `MoEEpUnavailableError` where CuTe DSL is not installed.
+    `MoEEpConfigError` for a shape that the kernels do not take, `MoEEpUnavailableError` where CuTe
+    DSL is not installed.
     """
+    misfit = layer_misfit(
+        shape, weights_format, GroupedGemmConfig(), parallel=parallel, num_ranks=num_ranks
+    )
+    if misfit is not None:
+        raise MoEEpConfigError(misfit)
     try:
         from moe_ep.grouped import permute_and_combine_builds
     except ImportError as error:
@@ -44,32 +58,45 @@ def split_builds(
             f"compiling kernels needs nvidia-cutlass-dsl (pip install 'moe-ep[gpu]'): {error}"
         ) from error
     builds = {}
-    shares = {len(owned_experts(shape.num_experts, num_ranks, r)) for r in (0, num_ranks - 1)}
+    is_tp = parallel == "tp"
+    intermediate = shape.intermediate // (num_ranks if is_tp else 1)
+    num_dividing = 1 if is_tp else num_ranks  # the experts
+    shares = {len(owned_experts(shape.num_experts, num_dividing, r)) for r in (0, num_dividing - 1)}
     for num_local_experts in shares - {0}:
-        kernels = permute_and_combine_builds(shape, num_local_experts)
+        kernels = [] if is_tp else permute_and_combine_builds(shape, num_local_experts)
         for row in KNOB_TABLE:
             if weights_format in row.formats:
                 fc1 = GemmSpec(
                     name="fc1",
                     weights_format=weights_format,
                     num_cols=shape.hidden,
-                    num_channels=shape.intermediate,
+                    num_channels=intermediate,
                     activation=shape.activation,
                     has_bias=has_bias,
                     num_experts=num_local_experts,
                     scatters_rows=False,
                     knobs=row.knobs,
                 )
-                fc2 = dataclasses.replace(
-                    fc1,
-                    name="fc2",
-                    num_cols=shape.intermediate,
-                    num_channels=shape.hidden,
-                    activation=None,
-                )
-                kernels += [fc1.kernel_build(), fc2.kernel_build()]
+                kernels.append(fc1.kernel_build())
+                for has_bias2 in fc2_biases(num_ranks, parallel, has_bias):
+                    fc2 = dataclasses.replace(
+                        fc1,
+                        name="fc2",
+                        num_cols=intermediate,
+                        num_channels=shape.hidden,
+                        activation=None,
+                        has_bias=has_bias2,
+                        is_fp32=is_tp,
+                    )
+                    kernels.append(fc2.kernel_build())
         builds |= {kernel.symbol: kernel for kernel in kernels}
     return list(builds.values())
+
+
+def fc2_biases(num_ranks: int, parallel: str, has_bias: bool) -> tuple[bool, ...]:
+    """Whether FC2 adds a bias: under tp rank 0 alone does."""
+    is_mixed = has_bias and parallel == "tp" and num_ranks > 1
+    return (True, False) if is_mixed else (has_bias,)
 
 
 def mega_builds(
@@ -78,11 +105,12 @@ def mega_builds(
     *,
     max_tokens_per_rank: int,
     num_ranks: int = 1,
+    parallel: str = "ep",
     has_bias: bool = False,
 ) -> list[KernelBuild]:
     """Every kernel of a layer over the mega kernel: its buckets, for both dtypes of ids."""
-    buckets = make_buckets(weights_format, shape, max_tokens_per_rank, num_ranks)
-    layout = make_layout(shape, num_ranks, max_tokens_per_rank, buckets)
+    buckets = make_buckets(weights_format, shape, max_tokens_per_rank, num_ranks, parallel)
+    layout = make_layout(shape, num_ranks, max_tokens_per_rank, buckets, parallel)
     return [
         fit_spec(
             shape=shape,
@@ -90,11 +118,12 @@ def mega_builds(
             knobs=bucket.knobs,
             weights_format=weights_format,
             has_bias13=has_bias,
-            has_bias2=has_bias,
+            has_bias2=has_bias2,
             ids_are_int64=is_int64,
         ).kernel_build()
         for bucket in buckets
         for is_int64 in (False, True)
+        for has_bias2 in fc2_biases(num_ranks, parallel, has_bias)
     ]
 
 
@@ -102,7 +131,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--geometry", nargs="+", choices=GEOMETRIES, required=True)
     parser.add_argument("--formats", nargs="+", choices=WEIGHT_FORMATS, default=["nvfp4"])
     parser.add_argument(
-        "--ranks", nargs="+", type=int, default=[1], help="EP sizes; they give the local experts"
+        "--ranks", nargs="+", type=int, default=[1], help="numbers of ranks (default: 1)"
+    )
+    parser.add_argument(
+        "--parallel",
+        choices=PARALLEL_MODES,
+        default="ep",
+        help="what ranks divide: experts, or every expert's intermediate (default: ep)",
     )
     parser.add_argument(
         "--experts-per-rank", type=int, help="shrink the layers as moe-ep bench does"
@@ -131,7 +166,11 @@ def run(args: argparse.Namespace) -> int:
         shape = shard_shape(name, args.experts_per_rank, num_ranks)
         if args.activation:
             shape = dataclasses.replace(shape, activation=args.activation)
-        division = {"num_ranks": num_ranks, "has_bias": args.bias}
+        division = {
+            "num_ranks": num_ranks,
+            "parallel": args.parallel,
+            "has_bias": args.bias,
+        }
         layer = []
         if "split" in args.backend:
             layer += split_builds(shape, weights_format, **division)

@@ -108,6 +108,44 @@ def test_it_lists_the_mega_kernels_that_a_layer_loads(num_ranks, monkeypatch):
     assert symbols.isdisjoint(build.symbol for build in layer.kernel_builds())
 
 
+def test_under_tp_it_lists_what_rank_0_with_the_bias_and_the_others_load(monkeypatch):
+    needs_dsl()
+    sms = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sms)
+    memory = SimpleNamespace(num_launched=1)
+    monkeypatch.setattr(workspace_memory, "acquire", lambda group, layout: memory)
+    group = EpGroup(rank=0, num_ranks=4, device=torch.device("cpu"))
+    shape = geometry("tiny")
+    tp = {"parallel": "tp", "has_bias": True, "num_ranks": 4}
+    fused = compile_command.mega_builds(shape, "nvfp4", max_tokens_per_rank=64, **tp)
+    split = compile_command.split_builds(shape, "nvfp4", **tp)
+    wanted = {"fused": set(), "split": set()}
+    for has_bias2 in (True, False):
+        biases = {"has_bias13": True, "has_bias2": has_bias2}
+        layer = MegaMoE(group, shape, "nvfp4", max_tokens_per_rank=64, parallel="tp", **biases)
+        wanted["fused"] |= {build.symbol for build in layer.kernel_builds()}
+        gemms = GroupedGemm(
+            "nvfp4",
+            hidden=shape.hidden,
+            intermediate=shape.intermediate // 4,
+            activation=shape.activation,
+            num_local_experts=shape.num_experts,
+            terms_are_fp32=True,
+            device="cpu",
+            **biases,
+        )
+        wanted["split"] |= {build.symbol for build in gemms.kernel_builds()}
+    assert {build.symbol for build in fused} == wanted["fused"]
+    assert {build.symbol for build in split} == wanted["split"]
+
+
+@pytest.mark.parametrize("backend", ["split", "mega"])
+def test_an_intermediate_that_does_not_divide_is_refused(backend, capsys):
+    command = ["compile", "--geometry", "v3", "--parallel", "tp", "--ranks", "3"]
+    assert main([*command, "--backend", backend]) == 2
+    assert "over 3 tp ranks" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", ["--ranks", "--jobs", "--max-tokens-per-rank"])
 @pytest.mark.parametrize("count", ["0", "-2"])
 def test_a_count_below_one_is_refused_before_anything_is_compiled(option, count, capsys):
