@@ -37,6 +37,39 @@ START_LIMIT_S = 120.0  # of a child, until its first case
 LOST_CONTEXT = 3  # exit code of a child that cannot use its GPU any more
 CASES_OF_A_CHILD = 5
 NUM_ROWS = 92
+# Kinds of the list, their rows, and what they are about: lines of the README's table.
+KINDS = {
+    "deadlock": (
+        "1-12",
+        "ranks that bring nothing, come late, fail, stop, die or leave a call out; "
+        "GPUs busy with something else; calls back to back",
+    ),
+    "routing": (
+        "13-14 17-18 20-21 24 26-31 65",
+        "masked, repeated and skewed ids; experts that do "
+        "not divide; copies and other orders; ranks that disagree",
+    ),
+    "API": (
+        "15-16 19 22-23 56-57 59 81",
+        "wrong dtypes, sizes and limits; weights of another rank; a backend that is missing",
+    ),
+    "numerics": (
+        "25 32-52 54-55 58 60-62 69",
+        "scales of every kind, NaN rows, stale and padded "
+        "memory, order of sums, strides, 2^31 elements, other streams",
+    ),
+    "memory": (
+        "53 66 70-72 75-78",
+        "odd and huge capacities, shared workspaces, graphs that share "
+        "a pool, failed calls, what does not fit",
+    ),
+    "life-cycle": (
+        "63-64 67-68 73-74 82-83 87-89",
+        "captures, refits, ends in every order, rebuilds, cold and killed starts",
+    ),
+    "install": ("79-80 84-85", "no GPU, no packages, no network, nowhere to write"),
+    "perf": ("86 90-92", "second starts, capacities, and builds chosen for other sizes"),
+}
 # Columns of the README's table.
 COLUMNS = {
     "cpu": "CPU, 1-8 processes",
@@ -275,20 +308,40 @@ def table_of(outcomes: list[Outcome]) -> Table:
     return table
 
 
+def rows_of(ranges: str) -> list[str]:
+    """`1-3 7` -> A01, A02, A03, A07."""
+    rows = []
+    for part in ranges.split():
+        first, _, last = part.partition("-")
+        rows += [f"A{number:02}" for number in range(int(first), int(last or first) + 1)]
+    return rows
+
+
+def state_of(case: str, column: str, outcomes: list[Outcome]) -> str:
+    """passed, or what went wrong, of all tests of a row in a column; "waits": written, and not run
+    for want of GPUs; "": there is none."""
+    kinds = [o.outcome for o in outcomes if case in o.case.split() and o.column == column]
+    ran = [kind for kind in kinds if kind != "skipped"]
+    bad = [kind for kind in ran if kind != "passed"]
+    return bad[0] if bad else "passed" if ran else "waits" if kinds else ""
+
+
 def markdown_of(outcomes: list[Outcome]) -> str:
-    """A line for each id: what ran where. "waits": written, and not run for want of GPUs."""
+    """A line for each kind: its rows that passed of those with a test in the column."""
     heads = " | ".join(COLUMNS.values())
-    lines = [f"| id | {heads} |", "| --- |" + " --- |" * len(COLUMNS)]
-    for number in range(1, NUM_ROWS + 1):
-        case, cells = f"A{number:02}", []
+    lines = [f"| rows | what happens | {heads} |", "| --- | --- |" + " --- |" * len(COLUMNS)]
+    for kind, (ranges, what) in KINDS.items():
+        cells, rows = [], rows_of(ranges)
         for column in COLUMNS:
-            kinds = [
-                one.outcome for one in outcomes if case in one.case.split() and one.column == column
-            ]
-            ran = [kind for kind in kinds if kind != "skipped"]
-            bad = [kind for kind in ran if kind != "passed"]
-            cells.append(bad[0] if bad else "passed" if ran else "waits" if kinds else "")
-        lines.append(f"| {case} | {' | '.join(cells)} |")
+            states = {row: state_of(row, column, outcomes) for row in rows}
+            states = {row: state for row, state in states.items() if state}
+            passed = sum(state == "passed" for state in states.values())
+            others = [f"{row} {s}" for row, s in states.items() if s not in ("passed", "waits")]
+            waits = sum(state == "waits" for state in states.values())
+            cell = f"{passed} of {len(states)}" if passed else ""
+            cell += f"; {waits} wait" if waits and passed else f"{waits} wait" if waits else ""
+            cells.append("; ".join(filter(None, [cell, *others])))
+        lines.append(f"| {kind}, {len(rows)} | {what} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
