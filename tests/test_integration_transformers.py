@@ -287,6 +287,10 @@ def refused_on_rank_1(rank: int, _num_ranks: int) -> list[str]:
         with pytest.raises(MoEEpConfigError) as refusal:
             replace_moe_layers(model, max_tokens_per_rank=64, weights_format="mxfp8")
         raised.append(str(refusal.value))
+    other = build_model("Mixtral" if rank == 0 else "Qwen3-MoE")  # of the same sizes
+    with pytest.raises(MoEEpConfigError) as refusal:
+        replace_moe_layers(other, max_tokens_per_rank=64)
+    raised.append(str(refusal.value))
     replace_moe_layers(build_model("Mixtral"), max_tokens_per_rank=64, weights_format="mxfp8")
     return raised
 
@@ -298,9 +302,10 @@ def spoil_expert_7(model: hf.PreTrainedModel) -> None:
 
 def test_what_one_rank_refuses_all_raise_at_once():
     for rank, raised in enumerate(spawn.run(refused_on_rank_1, 2, timeout_s=240)):
-        assert all(("rank 1" in text) == (rank == 0) for text in raised)
+        assert all(("rank 1" in text) == (rank == 0) for text in raised[:2])
         assert "layers.0.mlp.experts: down matrix of expert 7 holds NaN or Inf" in raised[0]
         assert "is torch.float32; allowed: torch.bfloat16" in raised[1]
+        assert "model is Qwen3MoeForCausalLM, rank 0 has MixtralForCausalLM" in raised[2]
 
 
 def test_count_flips_ignores_the_order_of_the_slots():

@@ -173,14 +173,14 @@ def _replaceable_shapes(model: PreTrainedModel, weights_format: str) -> dict[str
     return {name: experts_shape(experts) for name, experts in found.items()}
 
 
-def _on_all_ranks(group: EpGroup, prepare: Callable[[], T]) -> T:
-    """`prepare()`, unless a rank refuses: then all raise. Collective."""
+def _on_all_ranks(group: EpGroup, prepare: Callable[[], T], **fields: str | int) -> T:
+    """`prepare()`, unless a rank refuses or one of `fields` differs: then all raise. Collective."""
     prepared = refusal = None
     try:
         prepared = prepare()
     except MoEEpError as error:
         refusal = error
-    agree(group, {}, refusal, _TIMEOUT_S, topic="replace_moe_layers")
+    agree(group, fields, refusal, _TIMEOUT_S, topic="replace_moe_layers")
     return prepared
 
 
@@ -238,7 +238,12 @@ def replace_moe_layers(
         group = EpGroup.default(model.device)
     elif not isinstance(group, EpGroup):
         group = EpGroup.from_process_group(group, model.device)
-    shapes = _on_all_ranks(group, lambda: _replaceable_shapes(model, weights_format))
+    shapes = _on_all_ranks(
+        group,
+        partial(_replaceable_shapes, model, weights_format),
+        model=type(model).__name__,
+        num_hidden_layers=model.config.get_text_config().num_hidden_layers,
+    )
     layers = {}
     for name, shape in shapes.items():
         experts = model.get_submodule(name)
