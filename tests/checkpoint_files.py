@@ -1,6 +1,6 @@
 """Checkpoints as publishers write them, from random codes, with their values in FP64.
 
-Written from the formats' definitions with NumPy and safetensors; nothing here calls the loader.
+Written from the formats' definitions with NumPy and safetensors; the loader has no part in it.
 """
 
 import json
@@ -12,7 +12,8 @@ import torch
 from oracles import e8m0, unpack_e2m1
 from safetensors.torch import save_file
 
-from moe_ep import MoEShape
+import moe_ep
+from moe_ep import MoEShape, MoEWeights
 
 SHAPE = MoEShape(num_experts=8, top_k=2, hidden=256, intermediate=128)
 PREFIX = "model.layers.3.mlp.experts"
@@ -21,6 +22,7 @@ W_NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
 PER_EXPERT = ("hf", "modelopt_nvfp4", "compressed_tensors_nvfp4", "deepseek_fp8", "deepseek_mxfp4")
 FUSED = ("hf_fused", "gpt_oss", "gpt_oss_mxfp4")
 FORMATS = PER_EXPERT + FUSED
+DIVISIBLE = tuple(fmt for fmt in FORMATS if fmt != "deepseek_fp8")  # by two tp ranks: I is 128
 WEIGHTS_FORMATS = {
     "hf": "bf16",
     "hf_fused": "bf16",
@@ -175,3 +177,8 @@ def save(
         index = {"metadata": {}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
+
+
+def load(path: Path, fmt: str, *, shape: MoEShape = SHAPE, **options: object) -> MoEWeights:
+    """The layer that `save` wrote."""
+    return moe_ep.load(path, 3, shape=shape, format=fmt, **options)

@@ -13,6 +13,8 @@ import torch
 F32 = np.float32
 FLT_MAX = np.finfo(F32).max
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=F32)
+ALL_BF16 = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+FINITE_BF16 = ALL_BF16[torch.isfinite(ALL_BF16)]
 
 
 def to_numpy(x: torch.Tensor) -> np.ndarray:
@@ -119,3 +121,12 @@ def mx_byte(amax: float, largest: float, rule: str) -> int:
 def _floor_log2(value: Fraction) -> int:
     exponent = value.numerator.bit_length() - value.denominator.bit_length()
     return exponent if value >= Fraction(2) ** exponent else exponent - 1
+
+
+def assert_same_values(got: np.ndarray, want: np.ndarray) -> None:
+    """Equal as numbers, so that codes 0 and 8 are equal; says where the first difference is."""
+    differs = np.argwhere(~((got == want) | (np.isnan(got) & np.isnan(want))))
+    assert len(differs) == 0, (
+        f"{len(differs)} differ, first at {differs[0]}: {got[tuple(differs[0])]} "
+        f"for {want[tuple(differs[0])]}"
+    )

@@ -1,10 +1,8 @@
-"""NVFP4 experts written by the library compressed-tensors load as it reads them (extra `oracle`)."""
+"""NVFP4 experts that compressed-tensors itself wrote load as it reads them (extra `oracle`)."""
 
 import pytest
 import torch
-from checkpoint_files import NAMES, SHAPE, matrix_shape, save
-
-import moe_ep
+from checkpoint_files import NAMES, SHAPE, load, matrix_shape, save
 
 pytest.importorskip("compressed_tensors", reason="needs the extra 'oracle'")
 from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
@@ -36,7 +34,7 @@ def test_values_are_those_that_the_library_decompresses(tmp_path):
             tensors |= {f"{expert}.{projection}.{name}": t for name, t in state.items()}
             expected[matrix].append(NVFP4PackedCompressor.decompress(state, SCHEME)["weight"])
     folder = save(tmp_path, tensors)
-    weights = moe_ep.load(folder, 3, shape=SHAPE, format="compressed_tensors_nvfp4")
+    weights = load(folder, "compressed_tensors_nvfp4")
     gate, up, down = (torch.stack(experts) for experts in expected.values())
     for held, wanted in zip(weights.dequantize(), (torch.cat([gate, up], 1), down), strict=True):
         assert wanted.dtype == torch.bfloat16  # it divides and multiplies in BF16

@@ -4,11 +4,11 @@ The oracle is the specification on weights loaded from the same checkpoint by `m
 """
 
 import dataclasses
-import gc
 
 import pytest
 import torch
 from checkpoint_files import FORMATS, FUSED, PER_EXPERT, PREFIX, SHAPE, make, save
+from held_memory import held_bytes
 from layer_cases import make_inputs
 
 import moe_ep
@@ -201,20 +201,10 @@ def test_fifty_updates_leave_no_memory_behind(loaded, fmt):
     layer = MoEEpLayer(SHAPE, loaded(fmt), max_tokens_per_rank=16)
     part = {n: t for n, t in named(fmt, 1).items() if n[0] in "05" or n.startswith("down_proj")}
     layer.update_weights(part, format=fmt)
-    before = tensor_bytes()
+    before = held_bytes()
     for _ in range(49):
         layer.update_weights(part, format=fmt)
-    assert tensor_bytes() == before
-
-
-def tensor_bytes() -> int:
-    gc.collect()
-    storages = {}
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor):  # isinstance asks lazy objects
-            storage = thing.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+    assert held_bytes() == before
 
 
 def test_an_update_of_nothing_and_a_format_for_weights_are_refused(loaded):

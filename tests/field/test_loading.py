@@ -5,17 +5,16 @@ the values as the formats define them (`checkpoint_files`), in FP64, and the spe
 """
 
 import dataclasses
-import gc
 
 import numpy as np
 import pytest
 import torch
-from checkpoint_files import PREFIX, SHAPE, Written, make, save
+from checkpoint_files import PREFIX, SHAPE, Written, load, make, save
 from field_ranks import on
+from held_memory import held_bytes
 from layer_cases import make_inputs, make_weights, with_ids
 from oracles import unpack_e2m1
 
-import moe_ep
 from moe_ep import MoEEpLayer, MoEInputs, MoEWeights
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.launch import spawn
@@ -23,10 +22,6 @@ from moe_ep.placement import ExpertMap, place
 from moe_ep.reference import moe_oracle_fp64, moe_reference
 
 INPUTS = make_inputs(SHAPE, 16, seed=0)
-
-
-def load(path, fmt: str, **options) -> MoEWeights:
-    return moe_ep.load(path, 3, shape=SHAPE, format=fmt, **options)
 
 
 def run(weights: MoEWeights, inputs: MoEInputs = INPUTS) -> torch.Tensor:
@@ -269,19 +264,8 @@ def test_a68_updates_in_checkpoint_layout_three_times_in_a_row(tmp_path, fmt):
         expected = moe_reference(INPUTS, load(save(tmp_path / str(seed), tensors), fmt), SHAPE)
         assert torch.equal(layer(INPUTS), expected)
         del tensors, expected
-        held.append(tensor_bytes())
+        held.append(held_bytes())
     assert held[2] == held[0]
-
-
-def tensor_bytes() -> int:
-    """Bytes of all tensor storage that Python can reach."""
-    gc.collect()
-    storages = {}
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor):  # isinstance asks lazy objects
-            storage = thing.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
 
 
 # ---- the same on kernels: what was loaded is what runs -------------------------------------------

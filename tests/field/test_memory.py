@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from field_ranks import S0, OneRank, Virtual, on, parts_of, weights_of
+from held_memory import held_bytes
 from layer_cases import make_inputs, make_weights
 
 from moe_ep import MoEEpLayer, MoEInputs, MoEShape, MoEWeights
@@ -13,21 +14,6 @@ from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.megakernel.problem import weight_format
 
 FORMATS = ("bf16", "nvfp4", "mxfp4", "mxfp8", "fp8_block")
-
-
-def held_bytes(device: str) -> int:
-    """Bytes of all tensors: of the GPU's allocator, or of what Python can reach."""
-    gc.collect()
-    if device != "cpu":
-        torch.cuda.synchronize()
-        return torch.cuda.memory_allocated()
-    storages = {}
-    for thing in gc.get_objects():
-        # isinstance would ask lazy objects for their class.
-        if issubclass(type(thing), torch.Tensor) and thing.device.type != "meta":
-            storage = thing.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
 
 
 def on_device(ranks, inputs: MoEInputs) -> MoEInputs:
