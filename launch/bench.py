@@ -35,7 +35,7 @@ from moe_ep.launch.stages import Stages, StampedLayer
 from moe_ep.launch.timing import all_gather, all_reduce, host_seconds, time_call
 from moe_ep.launch.work import most_work
 from moe_ep.layer import MoEEpLayer
-from moe_ep.megakernel.problem import WEIGHT_FORMATS, MoEShape
+from moe_ep.megakernel.problem import PARALLEL_MODES, WEIGHT_FORMATS, MoEShape
 from moe_ep.weights import MoEWeights
 
 
@@ -49,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=[1, 8, 32, 128], help="tokens per rank"
+    )
+    parser.add_argument(
+        "--parallel",
+        choices=PARALLEL_MODES,
+        default="ep",
+        help="what ranks divide: the experts, or every expert's intermediate",
     )
     parser.add_argument("--skew", action="store_true", help="every second token has expert 0")
     parser.add_argument("--backend", nargs="+", choices=BACKENDS, default=["auto"])
@@ -121,7 +127,9 @@ def bench_on_rank(args: argparse.Namespace, group: EpGroup) -> dict[str, object]
         for fmt in args.weights_format:
             for backend in args.backend:
                 answer = supports(
-                    *(shape, fmt, named_backend(backend), group.device), num_ranks=group.num_ranks
+                    *(shape, fmt, named_backend(backend), group.device),
+                    parallel=args.parallel,
+                    num_ranks=group.num_ranks,
                 )
                 case = Case(name, shape, fmt, backend)
                 if answer.ok:
@@ -136,7 +144,7 @@ def bench_on_rank(args: argparse.Namespace, group: EpGroup) -> dict[str, object]
         for case in cases:
             if made != (case.shape, case.weights_format):
                 weights = None  # let go before the next are made
-                weights = random_weights(case.shape, case.weights_format, group)
+                weights = random_weights(*(case.shape, case.weights_format, group), args.parallel)
                 made = (case.shape, case.weights_format)
             try:
                 found = bench_case(args, case, weights, group, peaks, lambda: progress.advance(bar))
@@ -178,6 +186,7 @@ class Result:
     hidden: int
     intermediate: int
     num_ranks: int
+    parallel: str
     weights_format: str
     backend: str
     is_graph: bool
@@ -222,7 +231,7 @@ def bench_case(
     for num_tokens in args.tokens:
         inputs = random_inputs(shape, num_tokens, group, is_skewed=args.skew)
         ids = all_gather(inputs.topk_ids, group)
-        work = most_work(shape, case.weights_format, ids, num_tokens, group)
+        work = most_work(shape, case.weights_format, ids, num_tokens, group, args.parallel)
         limits = work.seconds(peaks)
         error = output_error(layer, shape, weights, inputs, group)
         stages = stamped.measure(inputs) if stamped else None
@@ -235,6 +244,7 @@ def bench_case(
                 hidden=shape.hidden,
                 intermediate=shape.intermediate,
                 num_ranks=group.num_ranks,
+                parallel=args.parallel,
                 weights_format=case.weights_format,
                 backend=case.backend,
                 is_graph=is_graph,

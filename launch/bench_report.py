@@ -75,7 +75,7 @@ def show(record: dict[str, object]) -> None:
         host = result["host_us"]
         table.add_row(
             f"{result['geometry']} E={result['num_experts']} K={result['top_k']}",
-            str(result["num_ranks"]),
+            f"{result['num_ranks']} {result['parallel']}",
             result["weights_format"],
             result["backend"]
             + (" graph" if result["is_graph"] else "")

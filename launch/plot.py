@@ -9,8 +9,9 @@ from moe_ep.comm.errors import MoEEpUnavailableError
 def plot(record: dict[str, Any], path: Path) -> None:
     """Write a PNG (or what `path` ends in) of a bench record.
 
-    Left, latency over tokens per rank: median as a line, p99 as its shade, the limit dashed. Right,
-    the roofline: operations per second over operations per byte, under the device's two peaks.
+    Left, latency over tokens per rank: median as a line, p99 as its shade, the limit dashed. Beside
+    it the roofline: operations per second over operations per byte, under the device's two peaks.
+    Right, where stages were measured, a bar of them for each case.
     """
     try:
         import matplotlib
@@ -21,7 +22,12 @@ def plot(record: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (latency, roofline) = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    staged = [result for result in record["results"] if result["stages"]]
+    num_axes = 3 if staged else 2
+    figure, axes = pyplot.subplots(1, num_axes, figsize=(6 * num_axes, 5), layout="constrained")
+    latency, roofline = axes[:2]
+    if staged:
+        _stage_bars(axes[2], staged)
     series: dict[str, list[dict[str, Any]]] = {}
     for result in record["results"]:
         kind = result["backend"] + (" graph" if result["is_graph"] else "")
@@ -52,10 +58,10 @@ def plot(record: dict[str, Any], path: Path) -> None:
     )
     latency.set(xlabel="tokens per rank", ylabel="latency of the slowest rank, us")
     roofline.set(xlabel="operations per byte", ylabel="TFLOP/s of a rank")
-    for axes in (latency, roofline):
-        axes.set(xscale="log", yscale="log")
-        axes.grid(visible=True, which="both", alpha=0.3)
-        axes.legend(fontsize="small")
+    for axis in (latency, roofline):
+        axis.set(xscale="log", yscale="log")
+        axis.grid(visible=True, which="both", alpha=0.3)
+        axis.legend(fontsize="small")
     first = record["results"][0] if record["results"] else {"geometry": "-", "num_ranks": 0}
     figure.suptitle(
         f"{first['geometry']} on {first['num_ranks']} x {record['device']}, "
@@ -63,3 +69,19 @@ def plot(record: dict[str, Any], path: Path) -> None:
     )
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _stage_bars(axis: Any, staged: list[dict[str, Any]]) -> None:
+    """A bar for each case (graph and eager share their stages): one part per stage, in order."""
+    cases = {
+        f"{result['weights_format']}, {result['tokens_per_rank']}": result["stages"]["spans_us"]
+        for result in staged
+    }
+    bottoms = [0.0] * len(cases)
+    for name in next(iter(cases.values())):
+        spans = [spans_us[name] for spans_us in cases.values()]
+        axis.bar(list(cases), spans, bottom=bottoms, label=name)
+        bottoms = [bottom + span for bottom, span in zip(bottoms, spans, strict=True)]
+    axis.set(xlabel="format, tokens per rank", ylabel="stages of the fused launch, us")
+    axis.tick_params(axis="x", rotation=45)
+    axis.legend(fontsize="small")

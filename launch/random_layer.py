@@ -11,7 +11,7 @@ from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.comm.group import EpGroup
 from moe_ep.inputs import MoEInputs
 from moe_ep.launch.geometries import geometry
-from moe_ep.megakernel.problem import MoEShape, owned_experts
+from moe_ep.megakernel.problem import MoEShape, owned_experts, weight_format
 from moe_ep.weights import MoEWeights
 
 
@@ -29,23 +29,41 @@ def shard_shape(name: str, experts_per_rank: int | None, num_ranks: int) -> MoES
     return replace(shape, num_experts=num_experts)
 
 
-def random_weights(shape: MoEShape, fmt: str, group: EpGroup) -> MoEWeights:
-    """This rank's experts with normal entries; activations keep the size of the tokens."""
-    ids = owned_experts(shape.num_experts, group.num_ranks, group.rank)
+def random_weights(shape: MoEShape, fmt: str, group: EpGroup, parallel: str = "ep") -> MoEWeights:
+    """This rank's experts, or its part of all experts under "tp", with normal entries; activations
+    keep the size of the tokens. Ranks quantise their parts by themselves.
+
+    Raises `MoEEpConfigError` where the intermediate does not divide into whole scale blocks.
+    """
+    is_tp = parallel == "tp"
+    ids = (
+        range(shape.num_experts)
+        if is_tp
+        else owned_experts(shape.num_experts, group.num_ranks, group.rank)
+    )
+    num_parts = group.num_ranks if is_tp else 1
+    multiple = num_parts * max(1, weight_format(fmt).sf_cols)
+    if shape.intermediate % multiple:
+        raise MoEEpConfigError(
+            f"intermediate {shape.intermediate} does not divide over {num_parts} ranks in whole "
+            f"scale blocks of {fmt}; allowed: multiples of {multiple}"
+        )
     generator = torch.Generator(group.device).manual_seed(1 + group.rank)
 
-    def normal(rows: int, cols: int) -> torch.Tensor:
+    def normal(rows: int, cols: int, num_terms: int) -> torch.Tensor:
         w = torch.empty(len(ids), rows, cols, dtype=torch.bfloat16, device=group.device)
-        return w.normal_(std=cols**-0.5, generator=generator)
+        return w.normal_(std=num_terms**-0.5, generator=generator)
 
     dense = MoEWeights.from_dense(
-        normal(shape.fc1_rows, shape.hidden),
-        normal(shape.hidden, shape.intermediate),
+        normal(shape.fc1_rows // num_parts, shape.hidden, shape.hidden),
+        normal(shape.hidden, shape.intermediate // num_parts, shape.intermediate),
         is_gated=shape.activation.is_gated,
     )
     weights = dense if fmt == "bf16" else dense.quantize(fmt)
     return replace(
         weights,
+        parallel=parallel,
+        intermediate=shape.intermediate,
         num_experts=shape.num_experts,
         expert_ids=tuple(ids),
         rank=group.rank,

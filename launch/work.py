@@ -6,10 +6,13 @@
     link         what enters or leaves a rank, the larger: tokens once for each other rank that
                  they go to, terms for each slot
 
+Under tp every rank has all rows and its part of I; terms are FP32 and are summed over the slots
+before they leave, an FP32 row of each token for each rank.
+
 Letters: T tokens of a rank, K slots, H hidden, I intermediate, R ranks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -38,9 +41,16 @@ class Work:
 
 
 def most_work(
-    shape: MoEShape, weights_format: str, ids: torch.Tensor, num_tokens: int, group: EpGroup
+    shape: MoEShape,
+    weights_format: str,
+    ids: torch.Tensor,
+    num_tokens: int,
+    group: EpGroup,
+    parallel: str = "ep",
 ) -> Work:
     """`ids`: [R * T, K] of all ranks in rank order. Collective."""
+    if parallel == "tp":
+        return _tp_work(shape, weights_format, ids, num_tokens, group.num_ranks)
     fmt = weight_format(weights_format)
     expert_bytes = fmt.num_bytes(shape.fc1_rows, shape.hidden)
     expert_bytes += fmt.num_bytes(shape.hidden, shape.intermediate)
@@ -58,6 +68,25 @@ def most_work(
         device=group.device,
     )
     return Work(*all_reduce(work, dist.ReduceOp.MAX, group).tolist())
+
+
+def _tp_work(
+    shape: MoEShape, weights_format: str, ids: torch.Tensor, num_tokens: int, num_ranks: int
+) -> Work:
+    """The same on every rank."""
+    fmt, hidden = weight_format(weights_format), shape.hidden
+    part = replace(shape, intermediate=shape.intermediate // num_ranks)
+    expert_bytes = fmt.num_bytes(part.fc1_rows, hidden)
+    expert_bytes += fmt.num_bytes(hidden, part.intermediate)
+    is_routed = ids >= 0
+    num_rows, num_hit = int(is_routed.sum()), len(ids[is_routed].unique())
+    # BF16 rows in; FP32 terms out and in again; a sum of each token out, and each rank's in again.
+    row_bytes = 2 * num_rows + 8 * num_rows + 8 * num_ranks * num_tokens + 2 * num_tokens
+    return Work(
+        num_bytes=num_hit * expert_bytes + hidden * row_bytes,
+        num_flops=2 * num_rows * hidden * (part.fc1_rows + part.intermediate),
+        num_link_bytes=(num_ranks - 1) * num_tokens * hidden * (2 + 4),
+    )
 
 
 def _rows_over_links(

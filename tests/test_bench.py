@@ -108,6 +108,17 @@ def test_work_over_links_is_tokens_once_for_a_rank_and_terms_for_each_slot():
     assert flops_0 == 2 * 6 * 64 * (64 + 32)  # six rows at rank 0
 
 
+def test_work_under_tp_is_a_part_of_every_expert_and_an_fp32_sum_of_each_token():
+    group = EpGroup(rank=1, num_ranks=2, device=torch.device("cpu"))
+    ids = torch.tensor([[0, 1, 5], [2, -1, 3], [0, 1, 7], [4, 5, 6]])
+    found = work.most_work(SHAPE, "bf16", ids, 2, group, "tp")
+    weights = 8 * (2 * 32 * 64 + 2 * 64 * 16)
+    rows = 64 * (2 * 11 + 2 * 4 * 11 + 2 * 4 * 4 + 2 * 2)
+    assert found.num_bytes == weights + rows
+    assert found.num_flops == 2 * 11 * 64 * (32 + 16)
+    assert found.num_link_bytes == 2 * 64 * (2 + 4)
+
+
 def test_the_limit_is_the_largest_of_memory_matmuls_and_links():
     seconds = work.Work(100, 300, 50).seconds(Peaks(10.0, 100.0, "test", 25.0))
     assert seconds == {"memory": 10.0, "matmul": 3.0, "link": 2.0}
@@ -163,6 +174,19 @@ def test_bench_writes_every_case_with_its_origin(tmp_path, num_ranks):
     assert all(record[name] for name in ("device", "date", "commit", "torch", "peaks"))
 
 
+def test_bench_of_every_experts_part(tmp_path):
+    path = tmp_path / "bench.json"
+    words = ["--ranks", "2", "--parallel", "tp", "--tokens", "5", "--iterations", "2"]
+    words += ["--weights-format", "nvfp4", "--json", str(path)]
+    assert cli.main(["bench", *words]) == 0
+    (result,) = json.loads(path.read_text())["results"]
+    assert (result["parallel"], result["num_ranks"]) == ("tp", 2)
+    assert result["error"] <= bench.MAX_ERROR
+    with pytest.raises(MoEEpConfigError, match="intermediate 128 does not divide over 2 ranks"):
+        group = EpGroup(rank=0, num_ranks=2, device=torch.device("cpu"))
+        random_weights(geometry("tiny"), "fp8_block", group, "tp")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without GPU does")
 def test_backend_that_cannot_run_is_named_before_anything_is_measured(
     tmp_path, capsys, monkeypatch
@@ -178,14 +202,23 @@ def test_backend_that_cannot_run_is_named_before_anything_is_measured(
     assert "not run: mega" in said and "nothing can run" in said
 
 
-def test_plot_draws_every_series(tmp_path):
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_plot_draws_every_series_and_stages_where_measured(tmp_path, is_staged):
     pytest.importorskip("matplotlib")
+    from matplotlib import pyplot
+
     from moe_ep.launch.plot import plot
 
     args = parse(["--tokens", "1", "5", "--iterations", "2"])
+    record = bench.bench_on_rank(args, CPU)
+    if is_staged:
+        for result in record["results"]:
+            result["stages"] = {"spans_us": {"routing": 5.0, "FC1 and FC2": 90.0}}
     path = tmp_path / "bench.png"
-    plot(bench.bench_on_rank(args, CPU), path)
+    plot(record, path)
     assert path.read_bytes().startswith(b"\x89PNG")
+    height, width = pyplot.imread(path).shape[:2]
+    assert width / height == pytest.approx(18 / 5 if is_staged else 12 / 5)
 
 
 def test_measured_peaks_are_those_of_this_machine_not_of_a_clock_error():
