@@ -30,12 +30,13 @@ from moe_ep.launch.backends import BACKENDS, named_backend
 from moe_ep.launch.bench_report import MAX_ERROR, provenance, show
 from moe_ep.launch.geometries import GEOMETRIES
 from moe_ep.launch.peaks import Peaks, device_peaks
-from moe_ep.launch.random_layer import random_inputs, random_weights, shard_shape
+from moe_ep.launch.random_layer import random_weights, shard_shape
 from moe_ep.launch.stages import Stages, StampedLayer
 from moe_ep.launch.timing import all_gather, all_reduce, host_seconds, time_call
 from moe_ep.launch.work import most_work
 from moe_ep.layer import MoEEpLayer
 from moe_ep.megakernel.problem import PARALLEL_MODES, WEIGHT_FORMATS, MoEShape
+from moe_ep.random_inputs import random_inputs
 from moe_ep.weights import MoEWeights
 
 

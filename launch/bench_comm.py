@@ -32,10 +32,11 @@ from moe_ep.comm.transport import Outgoing
 from moe_ep.config import NCCL_EP_LAYOUTS
 from moe_ep.inputs import MoEInputs
 from moe_ep.launch.bench_report import git_commit
-from moe_ep.launch.random_layer import random_inputs, shard_shape
+from moe_ep.launch.random_layer import shard_shape
 from moe_ep.launch.stages import median_launch
 from moe_ep.launch.timing import all_reduce, time_call
 from moe_ep.megakernel.problem import MoEShape, owned_experts
+from moe_ep.random_inputs import random_inputs
 from moe_ep.reference import combine_terms
 
 TIMEOUT_S = 60.0

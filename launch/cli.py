@@ -15,6 +15,7 @@ from moe_ep.comm.errors import MoEEpConfigError
 COMMANDS = {
     "demo": ("moe_ep.launch.demo", "a language model reads real text, its experts over the ranks"),
     "bench": ("moe_ep.launch.bench", "latency of a layer against what the device allows"),
+    "tune": ("moe_ep.launch.tune", "the mega kernel's builds for a layer, chosen by measuring"),
     "compile": ("moe_ep.launch.compile", "kernels into the cache ahead of a job, without a GPU"),
     "estimate": ("moe_ep.launch.estimate", "bytes of weights and buffers of a layer, per rank"),
     "inspect": ("moe_ep.launch.inspect", "experts of a checkpoint, and whether they can run"),

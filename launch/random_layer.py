@@ -1,7 +1,4 @@
-"""Layers of random weights and tokens, for measuring: every rank makes its own part.
-
-Letters: T tokens of a rank, K slots, H hidden.
-"""
+"""Layers of random weights, for measuring: every rank makes its own part."""
 
 from dataclasses import replace
 
@@ -9,7 +6,6 @@ import torch
 
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.comm.group import EpGroup
-from moe_ep.inputs import MoEInputs
 from moe_ep.launch.geometries import geometry
 from moe_ep.megakernel.problem import MoEShape, owned_experts, weight_format
 from moe_ep.weights import MoEWeights
@@ -69,18 +65,3 @@ def random_weights(shape: MoEShape, fmt: str, group: EpGroup, parallel: str = "e
         rank=group.rank,
         num_ranks=group.num_ranks,
     )
-
-
-def random_inputs(
-    shape: MoEShape, num_tokens: int, group: EpGroup, *, is_skewed: bool = False
-) -> MoEInputs:
-    """Normal tokens, uniform routing: K different experts for each token. Skewed: every second
-    token has expert 0 among them."""
-    generator = torch.Generator(group.device).manual_seed(1000 * num_tokens + group.rank)
-    device = group.device
-    x_TH = torch.randn(num_tokens, shape.hidden, device=device, generator=generator)
-    scores_TE = torch.rand(num_tokens, shape.num_experts, device=device, generator=generator)
-    if is_skewed:
-        scores_TE[::2, 0] = 2.0
-    top = scores_TE.topk(shape.top_k, dim=-1)
-    return MoEInputs(x_TH.to(torch.bfloat16), top.indices, top.values.softmax(dim=-1))

@@ -122,7 +122,7 @@ def object_file(kernel: KernelBuild) -> Path:
     path = _cached(kernel)
     if path is not None:
         return path
-    directory = _writable_dir(cache_dir())
+    directory = writable_dir(cache_dir())
     lock = FileLock(directory / f"{kernel.symbol}.lock")
     try:
         with lock.acquire(timeout=COMPILE_TIMEOUT_S):
@@ -177,7 +177,7 @@ def compile_all(kernels: Sequence[KernelBuild], *, num_processes: int | None = N
 def _compile_in_process(kernels: Sequence[KernelBuild], on_compiled: Callable[[], None]) -> None:
     # Not multiprocessing: its workers would run the caller's main module again.
     command = [sys.executable, "-c", f"from {__name__} import _serve; _serve()"]
-    env = os.environ | {CACHE_DIR_VARIABLE: str(_writable_dir(cache_dir()))}
+    env = os.environ | {CACHE_DIR_VARIABLE: str(writable_dir(cache_dir()))}
     num_compiled = 0
     with (
         tempfile.TemporaryFile() as messages,
@@ -216,7 +216,7 @@ def _serve() -> None:
 
 
 def _cached(kernel: KernelBuild) -> Path | None:
-    return _find(cache_dir(), kernel) or _find(_writable_dir(cache_dir()), kernel)
+    return _find(cache_dir(), kernel) or _find(writable_dir(cache_dir()), kernel)
 
 
 def _find(directory: Path, kernel: KernelBuild) -> Path | None:
@@ -237,13 +237,14 @@ def _store(directory: Path, kernel: KernelBuild) -> Path:
         content = kernel.build(kernel.config).dump_to_object(kernel.symbol)
     path = directory / f"{kernel.symbol}.o"
     record = {"key": kernel.key, "sha256": hashlib.sha256(content).hexdigest()}
-    _write_atomically(path, content)
-    _write_atomically(path.with_suffix(".json"), json.dumps(record, indent=1).encode())
+    write_atomically(path, content)
+    write_atomically(path.with_suffix(".json"), json.dumps(record, indent=1).encode())
     _log.info("compiled %s into %s", kernel.name, path)
     return path
 
 
-def _write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
+    """The whole content or what was there before, for readers; the caller holds the file's lock."""
     # One name per entry, not per process: what a killed process left is overwritten.
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("wb") as file:
@@ -253,7 +254,7 @@ def _write_atomically(path: Path, content: bytes) -> None:
     partial.replace(path)
 
 
-def _writable_dir(directory: Path) -> Path:
+def writable_dir(directory: Path) -> Path:
     """`directory`, or a temporary one of this process where it cannot be written."""
     try:
         directory.mkdir(parents=True, exist_ok=True)

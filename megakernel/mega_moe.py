@@ -277,7 +277,8 @@ class MegaMoE:
 
     parallel   "ep": ranks divide the experts, "tp": every expert's intermediate
     has_bias2  of this rank's weights: under tp rank 0 alone has it
-    knobs      None: the knob table's build for each call's bound on tokens; no choice changes bits
+    knobs      None: the knob table's build for each call's bound on tokens; one build for all
+               calls; or buckets, by ascending tokens. No choice changes bits
     max_sms    most SMs that a launch takes; None: all
     is_bounded False builds kernels whose waits have no end
     takes_stamps  True builds kernels that write `stamps`
@@ -297,7 +298,7 @@ class MegaMoE:
         parallel: str = "ep",
         has_bias13: bool = False,
         has_bias2: bool = False,
-        knobs: KernelKnobs | None = None,
+        knobs: KernelKnobs | Sequence[Bucket] | None = None,
         max_sms: int | None = None,
         is_bounded: bool = True,
         takes_stamps: bool = False,
@@ -305,12 +306,13 @@ class MegaMoE:
     ) -> None:
         self.device = group.device
         self._is_alone = group.num_ranks == 1
-        self.buckets = (
-            (Bucket(max_tokens_per_rank, knobs),)
-            if knobs
-            else make_buckets(weights_format, shape, max_tokens_per_rank, group.num_ranks, parallel)
-        )
-        layout = make_layout(shape, group.num_ranks, max_tokens_per_rank, self.buckets, parallel)
+        table = make_buckets(weights_format, shape, max_tokens_per_rank, group.num_ranks, parallel)
+        if isinstance(knobs, KernelKnobs):
+            knobs = (Bucket(max_tokens_per_rank, knobs),)
+        self.buckets = tuple(knobs or table)
+        # The table's builds too, so that layers share the workspace whatever their knobs.
+        builds = (*table, *self.buckets)
+        layout = make_layout(shape, group.num_ranks, max_tokens_per_rank, builds, parallel)
         self._spec = functools.partial(
             fit_spec,
             shape=shape,

@@ -23,7 +23,7 @@ class DeviceBackend:
     and by `check` in any case. Inputs and `out` that are contiguous and aligned to 16 bytes are
     used where they lie, others are copied.
 
-    A user of this class has `warmup`, which sets `is_warm`, `launch` and `raise_found`.
+    A user of this class has `load`, which sets `is_warm`, `launch` and `raise_found`.
     """
 
     finds_bad_ids = True
@@ -32,9 +32,13 @@ class DeviceBackend:
         self.device = device
         self.is_warm = False
 
-    def warmup(self) -> None:
+    def load(self) -> None:
         """Compile, load and launch every kernel that a call may take; waits for the GPU."""
         raise NotImplementedError
+
+    def warmup(self) -> None:
+        """`load`, and whatever else is not to be done in a call."""
+        self.load()
 
     def launch(
         self,
@@ -67,7 +71,7 @@ class DeviceBackend:
     ) -> torch.Tensor:
         """BF16 [T, H], written to `out` if given. `bound`: most tokens of any rank."""
         if not self.is_warm:
-            self.warmup()
+            self.load()
         x_TH, ids_TK, weights_TK = (
             usable(inputs.hidden_states),
             usable(inputs.topk_ids),

@@ -139,7 +139,7 @@ class OneRankGrouped(DeviceBackend):
         """Bytes on the device. Layers of one geometry share the workspace."""
         return self._experts.memory | {"shared workspace": self._workspace.num_bytes}
 
-    def warmup(self) -> None:
+    def load(self) -> None:
         shape, device = self._shape, self.device
         around = permute_and_combine_builds(shape, shape.num_experts)
         compile_all(around + self._experts.kernel_builds())  # several at a time

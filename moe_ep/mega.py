@@ -5,6 +5,7 @@ says so and computes nothing anywhere, and a call that has to raise what an earl
 its own step first.
 """
 
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -16,6 +17,7 @@ from moe_ep.config import MegaKernelConfig
 from moe_ep.device_backend import ID_DTYPES, DeviceBackend
 from moe_ep.fingerprint import agree
 from moe_ep.inputs import MoEInputs
+from moe_ep.mega_tune import COMPILE_TIMEOUT_S, Tuner
 from moe_ep.megakernel.formats import PreparedWeights, prepare
 from moe_ep.megakernel.mega_moe import MegaMoE
 from moe_ep.megakernel.problem import MoEShape
@@ -23,12 +25,13 @@ from moe_ep.weights import MoEWeights
 
 # What a refusal is about: its code is the place here, its text starts with the name.
 ARGUMENTS = ("inputs", "hidden_states", "topk_ids", "topk_weights", "out", "max_tokens")
-# Ranks may find different kernels in their caches; compiling all of them takes minutes.
-COMPILE_TIMEOUT_S = 900.0
 
 
 class MegaBackend(DeviceBackend):
     """One rank's layer on its GPU. Collective over `group`, building as well as every call.
+
+    With knobs "auto" the builds are those that `warmup` has found by measuring, now or earlier; a
+    call before it takes the knob table's.
 
     Several ranks: a rank that refuses its input raises at once, the others by their next call or
     `check`. A wait that ran out of time asks in the store which ranks are alive.
@@ -51,20 +54,32 @@ class MegaBackend(DeviceBackend):
         self._shape, self._group, self._liveness = shape, group, liveness
         self._prepared, self._timeout_s = prepared, timeout_s
         self._left: MoEEpConfigError | None = None  # by an earlier call, raised by the next
-        refusal = None
-        try:
-            self._mega = MegaMoE(
-                group,
-                shape,
-                prepared.weights_format,
-                max_tokens_per_rank=max_tokens,
+        self._tuner: Tuner | None = None  # until the builds are known
+        knobs = config.knobs
+        if knobs == "auto":
+            tuner = Tuner(
+                *(group, shape, prepared, max_tokens),
                 parallel=parallel,
-                has_bias13=prepared.b13 is not None,
-                has_bias2=prepared.b2 is not None,
-                knobs=config.knobs,
                 max_sms=config.max_sms,
                 timeout_s=timeout_s,
             )
+            knobs = tuner.known()
+            self._tuner = tuner if knobs is None else None
+        self._make_mega = partial(
+            MegaMoE,
+            group,
+            shape,
+            prepared.weights_format,
+            max_tokens_per_rank=max_tokens,
+            parallel=parallel,
+            has_bias13=prepared.b13 is not None,
+            has_bias2=prepared.b2 is not None,
+            max_sms=config.max_sms,
+            timeout_s=timeout_s,
+        )
+        refusal = None
+        try:
+            self._mega = self._make_mega(knobs=knobs)
         except Exception as error:  # told to the other ranks, then raised
             refusal = error
         agree(group, {}, refusal, timeout_s, "workspace")
@@ -105,6 +120,13 @@ class MegaBackend(DeviceBackend):
         self._mega.forward(x_TH, ids_TK, weights_TK, self._prepared, out_TH, max_tokens=bound)
 
     def warmup(self) -> None:
+        if self._tuner is not None:
+            tuned, self._tuner = self._tuner.run(), None
+            table, self._mega = self._mega, self._make_mega(knobs=tuned.buckets)
+            table.destroy()  # after the other took hold of the workspace, which they share
+        self.load()
+
+    def load(self) -> None:
         refusal = None
         try:
             self._mega.warmup()
@@ -152,7 +174,7 @@ class MegaBackend(DeviceBackend):
             raise MoEEpConfigError(reason)
         if not self.is_capturing():
             if not self.is_warm:
-                self.warmup()
+                self.load()
             with self.on_device():
                 self._mega.refuse(refusal_code(reason), self._prepared)
         raise MoEEpConfigError(f"{self._group.rank_name(self._group.rank)}: {reason}") from left

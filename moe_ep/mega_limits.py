@@ -33,8 +33,12 @@ def layer_misfit(
         return f"activations={kernel.activations!r} is not built yet; allowed: 'bf16'"
     if not config.preprocess_weights:
         return "preprocess_weights=False is not built yet; allowed: True"
-    if kernel.knobs is not None and not isinstance(kernel.knobs, KernelKnobs):
-        return f"knobs is {kernel.knobs!r}; allowed: None (chosen from the table) or KernelKnobs"
+    knobs = kernel.knobs
+    if knobs not in (None, "auto") and not isinstance(knobs, KernelKnobs):
+        return (
+            f"knobs is {knobs!r}; allowed: None (chosen from the table), 'auto' (tuned at warm-up) "
+            "or KernelKnobs"
+        )
     if parallel == "tp" and PENDING_TP is not None:
         return PENDING_TP
     if parallel == "ep" and shape.num_experts < num_ranks:
@@ -47,15 +51,21 @@ def layer_misfit(
     try:
         buckets = make_buckets(weights_format, shape, 1 << 20, num_ranks, parallel)
         layout = make_layout(shape, num_ranks, 1, buckets, parallel)
-        for knobs in [kernel.knobs] if kernel.knobs else [bucket.knobs for bucket in buckets]:
-            fit_spec(
+        is_given = isinstance(knobs, KernelKnobs)
+        for build in [knobs] if is_given else [bucket.knobs for bucket in buckets]:
+            spec = fit_spec(
                 shape=shape,
                 layout=layout,
-                knobs=knobs,
+                knobs=build,
                 weights_format=weights_format,
                 has_bias13=True,
                 has_bias2=True,
             )
+            if is_given and spec.knobs != knobs:
+                return (
+                    f"knobs have {knobs.stages} stages; allowed for this layer: at most "
+                    f"{spec.knobs.stages}"
+                )
     except MoEEpConfigError as error:
         return str(error)
     return None

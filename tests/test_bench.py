@@ -12,9 +12,10 @@ from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.launch import bench, bench_comm, cli, cpu_ratio, peaks, spawn, torchrun, work
 from moe_ep.launch.geometries import GEOMETRIES, geometry
 from moe_ep.launch.peaks import Peaks
-from moe_ep.launch.random_layer import random_inputs, random_weights, shard_shape
+from moe_ep.launch.random_layer import random_weights, shard_shape
 from moe_ep.launch.stages import spans_us
 from moe_ep.launch.timing import time_call
+from moe_ep.random_inputs import random_inputs
 from moe_ep.reference import moe_reference
 
 SHAPE = MoEShape(num_experts=8, top_k=3, hidden=64, intermediate=32)

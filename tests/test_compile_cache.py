@@ -192,7 +192,7 @@ def test_directory_that_cannot_be_written_is_replaced_with_a_warning(
 
 def test_filled_directory_is_read_even_if_it_cannot_be_written(fake, tmp_path, monkeypatch, caplog):
     path = object_file(fake.kernel(n=8))
-    monkeypatch.setattr(compile_cache, "_writable_dir", lambda directory: tmp_path / "nowhere")
+    monkeypatch.setattr(compile_cache, "writable_dir", lambda directory: tmp_path / "nowhere")
     assert object_file(fake.kernel(n=8)) == path
     assert caplog.records == []
 

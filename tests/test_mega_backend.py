@@ -31,6 +31,8 @@ class FakeMega:
     def __init__(self, group, shape, weights_format, **options) -> None:
         self.shape, self.options = shape, options
         self.buckets = (Bucket(3, None), Bucket(options["max_tokens_per_rank"], None))
+        if isinstance(options["knobs"], tuple):
+            self.buckets = options["knobs"]
         self.num_bytes, self.num_warmups, self.calls = 1000, 0, []
         self.found, self.codes = None, []
 
@@ -161,6 +163,63 @@ def test_one_rank_refuses_by_itself(cuda):
     with pytest.raises(MoEEpConfigError, match="^hidden_states has 9 tokens"):
         backend.refuse("hidden_states has 9 tokens")
     assert not backend._mega.codes
+
+
+# ---- knobs="auto"
+
+
+class FakeTuner:
+    """`Tuner` that knows `kept`, and finds `FOUND`."""
+
+    FOUND = (Bucket(5, "tuned"), Bucket(CAPACITY, "tuned"))
+    kept = None
+    num_runs = 0
+
+    def __init__(self, group, shape, prepared, max_tokens, *, parallel, max_sms, timeout_s):
+        assert (max_tokens, parallel, max_sms) == (CAPACITY, "ep", 7)
+
+    def known(self):
+        return FakeTuner.kept
+
+    def run(self):
+        FakeTuner.num_runs += 1
+        return SimpleNamespace(buckets=self.FOUND)
+
+
+@pytest.fixture
+def tuner(cuda, monkeypatch) -> type[FakeTuner]:
+    monkeypatch.setattr(mega, "Tuner", FakeTuner)
+    monkeypatch.setattr(FakeTuner, "kept", None)
+    monkeypatch.setattr(FakeTuner, "num_runs", 0)
+    return FakeTuner
+
+
+def test_warm_up_tunes_once_and_never_a_call(tuner):
+    backend, inputs = make_backend(knobs="auto", max_sms=7), make_inputs(SHAPE, 4, seed=3)
+    table = backend._mega
+    expected = backend.forward(inputs, 4)
+    assert tuner.num_runs == 0 and backend._mega is table and table.options["knobs"] is None
+    for _ in range(2):
+        backend.warmup()
+        assert tuner.num_runs == 1 and backend._mega.buckets == tuner.FOUND
+    assert table.calls is None  # destroyed
+    assert torch.equal(backend.forward(inputs, 4), expected)
+
+
+def test_builds_tuned_earlier_are_taken_at_once(tuner, monkeypatch):
+    monkeypatch.setattr(tuner, "kept", (Bucket(2, "kept"), Bucket(CAPACITY, "kept")))
+    backend = make_backend(knobs="auto", max_sms=7)
+    assert backend._mega.buckets == tuner.kept
+    backend.warmup()
+    assert tuner.num_runs == 0 and backend._mega.buckets == tuner.kept
+
+
+def test_knobs_that_are_given_or_the_tables_are_not_tuned(tuner):
+    for knobs in (None, "given"):
+        backend = make_backend(knobs=knobs)
+        backend.warmup()
+        assert backend._mega.options["knobs"] == knobs
+    assert tuner.num_runs == 0
 
 
 # ---- several ranks: each call is one launch, whatever it raises

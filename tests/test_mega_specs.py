@@ -1,6 +1,7 @@
 """Which builds of the mega kernel a layer gets, and what it does not take, in plain integers."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -118,6 +119,15 @@ def test_it_can_be_kept_from_layers(monkeypatch):
     assert reason(make_shape()) == "not today"
 
 
+def test_knobs_are_the_tables_tuned_or_given_if_all_their_stages_fit():
+    def of(knobs) -> str | None:
+        return reason(make_shape(), MegaConfig(megakernel=MegaKernelConfig(knobs=knobs)))
+
+    knobs = choose_knobs("nvfp4", 8)
+    assert of(None) is None and of("auto") is None and of(knobs) is None
+    assert "knobs have 9 stages; allowed for this layer: at most 5" in of(replace(knobs, stages=9))
+
+
 def test_several_ranks_need_nvshmem(monkeypatch):
     monkeypatch.setattr(mega_limits, "find_spec", lambda name: None)
     assert "nvshmem4py" in reason(make_shape(), num_ranks=2)
@@ -168,6 +178,6 @@ def test_each_limit_is_named_at_one_past_it():
     assert "at least one" in reason(make_shape(num_experts=8), num_ranks=9)
     fp8 = MegaConfig(megakernel=MegaKernelConfig(activations="fp8"))
     assert "activations='fp8'" in reason(make_shape(), fp8)
-    auto = MegaConfig(megakernel=MegaKernelConfig(knobs="auto"))
-    assert "knobs is 'auto'" in reason(make_shape(), auto)
+    wrong = MegaConfig(megakernel=MegaKernelConfig(knobs="fast"))
+    assert "knobs is 'fast'; allowed: None" in reason(make_shape(), wrong)
     assert "preprocess_weights" in reason(make_shape(), MegaConfig(preprocess_weights=False))

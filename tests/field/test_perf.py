@@ -13,8 +13,9 @@ from field_ranks import OneRank, on, weights_of
 
 from moe_ep import MoEShape
 from moe_ep.comm.group import EpGroup
-from moe_ep.launch.random_layer import random_inputs, random_weights
+from moe_ep.launch.random_layer import random_weights
 from moe_ep.launch.timing import time_call
+from moe_ep.random_inputs import random_inputs
 
 A90_SHAPE = MoEShape(num_experts=32, top_k=8, hidden=1024, intermediate=512)
 
