@@ -19,7 +19,7 @@ from moe_ep.config import MegaConfig, MegaKernelConfig
 from moe_ep.launch import bootstrap, torchrun
 from moe_ep.launch.geometries import GEOMETRIES
 from moe_ep.launch.random_layer import random_weights, shard_shape
-from moe_ep.megakernel.problem import NAMED_ACTIVATIONS, WEIGHT_FORMATS
+from moe_ep.megakernel.problem import NAMED_ACTIVATIONS, PARALLEL_MODES, WEIGHT_FORMATS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--experts-per-rank", type=int, help="shrink the layer as moe-ep bench does"
     )
+    parser.add_argument("--parallel", choices=PARALLEL_MODES, default="ep")
     parser.add_argument("--weights-format", choices=WEIGHT_FORMATS, default="nvfp4")
     parser.add_argument("--activation", choices=NAMED_ACTIVATIONS, help="default: swiglu")
     parser.add_argument(
@@ -58,16 +59,19 @@ def tune_on_rank(args: argparse.Namespace, group: EpGroup) -> None:
     if args.activation:
         shape = dataclasses.replace(shape, activation=args.activation)
     answer = supports(
-        *(shape, args.weights_format, config, group.device), num_ranks=group.num_ranks
+        *(shape, args.weights_format, config, group.device),
+        parallel=args.parallel,
+        num_ranks=group.num_ranks,
     )
     if not answer.ok:
         raise MoEEpConfigError(f"the mega kernel cannot run here: {answer.reason}")
     from moe_ep.mega_tune import Tuner, describe_knobs  # needs CuTe DSL, as the next
     from moe_ep.prepared import prepare_weights
 
+    weights = random_weights(shape, args.weights_format, group, args.parallel)
     tuner = Tuner(
-        *(group, shape, prepare_weights(shape, random_weights(shape, args.weights_format, group))),
-        args.max_tokens_per_rank,
+        *(group, shape, prepare_weights(shape, weights), args.max_tokens_per_rank),
+        parallel=args.parallel,
         max_sms=args.max_sms,
         timeout_s=60.0,
     )

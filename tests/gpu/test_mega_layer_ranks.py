@@ -23,6 +23,7 @@ from layer_cases import gathered, make_inputs, make_weights
 from moe_ep import MegaConfig, MoEEpLayer, MoEInputs, MoEShape, MoEWeights
 from moe_ep.comm.errors import MoEEpConfigError, MoEEpStateError, MoEEpTimeoutError
 from moe_ep.comm.group import EpGroup
+from moe_ep.config import MegaKernelConfig
 from moe_ep.launch import spawn
 from moe_ep.launch.compile import mega_builds
 from moe_ep.megakernel.compile_cache import compile_all
@@ -101,6 +102,30 @@ def any_number_of_tokens_and_any_bound_has_the_bits_of_one_rank() -> None:
         assert_bits(layer, alone(), counts, seed, max_tokens=max(counts))
     layer.check()
     layer.destroy()
+
+
+def ranks_may_launch_different_builds() -> None:
+    layer, rank = make_layer(), dist.get_rank()
+    for seed, few_rank in enumerate((0, 1, 0), start=20):
+        bound = FEW if rank == few_rank else None
+        assert_bits(layer, alone(), (FEW, FEW - 1), seed, max_tokens=bound)
+    layer.check()
+    layer.destroy()
+
+
+def tuned_builds_are_the_same_on_all_ranks_and_have_the_bits_of_one() -> None:
+    knobs = MegaConfig(megakernel=MegaKernelConfig(knobs="auto"))
+    layer = make_layer(backend=knobs, max_tokens_per_rank=FEW)
+    layer.warmup()
+    buckets = layer._backend._mega.buckets
+    of_ranks = [None, None]
+    dist.all_gather_object(of_ranks, buckets)
+    assert of_ranks == [buckets, buckets]
+    assert_bits(layer, alone(capacity=FEW), (FEW, 3), 30)
+    later = make_layer(backend=knobs, max_tokens_per_rank=FEW)
+    assert later._backend._mega.buckets == buckets
+    for each in (layer, later):
+        each.destroy()
 
 
 def auto_takes_it() -> None:
@@ -211,6 +236,8 @@ CHECKS: dict[str, Callable[[], None]] = {
         check.__name__.replace("_", " "): check
         for check in (
             any_number_of_tokens_and_any_bound_has_the_bits_of_one_rank,
+            ranks_may_launch_different_builds,
+            tuned_builds_are_the_same_on_all_ranks_and_have_the_bits_of_one,
             auto_takes_it,
             a_refused_input_is_raised_by_all_and_the_next_call_works,
             a_bad_id_is_masked_and_raised_where_it_was_given,
