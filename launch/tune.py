@@ -97,7 +97,7 @@ def tune_on_rank(args: argparse.Namespace, group: EpGroup) -> None:
     console.print(table)
     for bucket in tuned.buckets:
         print(f"up to {bucket.max_tokens} tokens: {describe_knobs(bucket.knobs)}")
-    print(f"kept in {tuned.path}")
+    print(f"kept in {tuned.path}" if tuned.path else "not kept")
     if args.json:
         record = {
             "counts": tuned.counts,

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, kw_only=True)
 class Tuned:
     """seconds   [candidate][number of tokens], of the slowest rank
-    path      of the file that keeps `buckets`; None on other ranks than 0
+    path      of the file that keeps `buckets`; None on other ranks than 0, or if there is none
     """
 
     buckets: tuple[Bucket, ...]
@@ -112,9 +112,17 @@ class Tuner:
             for rows in zip(*of_ranks, strict=True)
         ]
         buckets = tune.choose(knobs, counts, seconds)
-        path = tune.store(self._key, buckets) if group.rank == 0 else None
+        path = self._keep(buckets) if group.rank == 0 else None
         _log.info("tuned builds, by tokens: %s", describe(buckets))
         return Tuned(buckets=buckets, knobs=knobs, counts=counts, seconds=seconds, path=path)
+
+    def _keep(self, buckets: Sequence[Bucket]) -> Path | None:
+        """The file; None where it cannot be written, as what was found serves this process."""
+        try:
+            return tune.store(self._key, buckets)
+        except OSError as error:
+            _log.warning("tuned builds are not kept for later processes: %s", error)
+            return None
 
     def _layer(self, knobs: KernelKnobs) -> MegaMoE:
         return MegaMoE(

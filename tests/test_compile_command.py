@@ -48,6 +48,34 @@ def test_it_lists_the_grouped_gemms_that_a_layer_loads(weights_format, has_bias,
     assert {"permute", "combine"} < set(kernel_names(builds))
 
 
+def test_under_tp_it_lists_a_part_of_every_expert_with_and_without_the_last_bias(monkeypatch):
+    needs_dsl()
+    sms = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sms)
+    monkeypatch.setattr(workspace_memory, "acquire", lambda *_: SimpleNamespace(num_launched=1))
+    shape = geometry("qwen3")
+    division = {"num_ranks": 2, "has_bias": True, "parallel": "tp"}
+    builds = compile_command.split_builds(shape, "nvfp4", **division)
+    builds += compile_command.mega_builds(shape, "nvfp4", max_tokens_per_rank=32, **division)
+    expected = []
+    for rank in range(2):
+        biases = {"has_bias13": True, "has_bias2": rank == 0}
+        gemms = GroupedGemm(
+            "nvfp4",
+            hidden=shape.hidden,
+            intermediate=shape.intermediate // 2,
+            activation=shape.activation,
+            num_local_experts=shape.num_experts,
+            terms_are_fp32=True,
+            device="cpu",
+            **biases,
+        )
+        group = EpGroup(rank=rank, num_ranks=2, device=torch.device("cpu"))
+        mega = MegaMoE(group, shape, "nvfp4", max_tokens_per_rank=32, parallel="tp", **biases)
+        expected += gemms.kernel_builds() + mega.kernel_builds()
+    assert {build.symbol for build in builds} == {build.symbol for build in expected}
+
+
 def test_experts_that_do_not_divide_give_two_sizes():
     needs_dsl()
     builds = compile_command.split_builds(geometry("tiny"), "nvfp4", num_ranks=3)  # 6, 5, 5 of 16

@@ -197,6 +197,10 @@ class FakeTuner(mega_tune.Tuner):
         )
 
 
+def fail(*args) -> None:
+    raise OSError("no space left")
+
+
 def tune_on_ranks(rank: int, num_ranks: int, folder: str) -> list:
     patch = pytest.MonkeyPatch()
     patch.setenv(compile_cache.CACHE_DIR_VARIABLE, f"{folder}/{rank}")  # no file that both see
@@ -209,6 +213,9 @@ def tune_on_ranks(rank: int, num_ranks: int, folder: str) -> list:
     )
     before = tuner.known()
     tuned = tuner.run()
+    with pytest.MonkeyPatch.context() as full_disk:
+        full_disk.setattr(tune, "write_atomically", fail)
+        assert tuner.run().buckets == tuned.buckets
     first = tuned.knobs[0]
     return [
         before,
@@ -216,7 +223,7 @@ def tune_on_ranks(rank: int, num_ranks: int, folder: str) -> list:
         tuned.seconds[1][0],
         tuner.known() == tuned.buckets,
         tuned.path is not None,
-        len(made) == len(tuned.knobs) and all(mega.is_destroyed for mega in made),
+        len(made) == 2 * len(tuned.knobs) and all(mega.is_destroyed for mega in made),
     ]
 
 
