@@ -10,6 +10,7 @@ from moe_ep.megakernel.schedule import TOKEN_STEP
 MAX_SMEM_BYTES = 227 * 1024
 REGISTERS_PER_SM = 65536
 THREADS_PER_WARPGROUP = 128
+SETMAXNREG_COUNTS = range(24, 257, 8)  # what the instruction takes
 MAX_LOCAL_EXPERTS = 384
 BF16_BYTES = 2
 
@@ -39,17 +40,26 @@ class KernelKnobs:
             )
         if self.slices_per_item not in (1, 2):
             raise MoEEpConfigError(f"slices_per_item must be 1 or 2, got {self.slices_per_item}")
+        if isinstance(self.stages, bool) or not isinstance(self.stages, int) or self.stages < 2:
+            raise MoEEpConfigError(f"stages must be an int of at least 2, got {self.stages!r}")
+        for name in ("producer_registers", "math_registers"):
+            value = getattr(self, name)
+            if value not in SETMAXNREG_COUNTS:
+                raise MoEEpConfigError(
+                    f"{name} must be a multiple of 8 from 24 to 256, got {value!r}"
+                )
         widths = self.tile_widths
         if (
-            not widths
+            not isinstance(widths, tuple)
+            or not widths
             or list(widths) != sorted(set(widths))
             or any(w % TOKEN_STEP or not 8 <= w <= 256 for w in widths)
             or widths[-1] % 16
             and len(widths) > 1
         ):
             raise MoEEpConfigError(
-                f"tile_widths must ascend, be multiples of {TOKEN_STEP} from 8 to 256, the last "
-                f"one of 16, got {widths}"
+                f"tile_widths must be an ascending tuple of multiples of {TOKEN_STEP} from 8 to "
+                f"256, the last one of 16, got {widths}"
             )
         if self.registers > self.register_pool:
             raise MoEEpConfigError(

@@ -60,7 +60,12 @@ def test_every_row_of_the_table_can_be_reached_and_says_why():
     [
         ({"num_math_warpgroups": 3}, "num_math_warpgroups"),
         ({"slices_per_item": 4}, "slices_per_item"),
+        ({"stages": 1}, "stages must be an int of at least 2, got 1"),
+        ({"stages": 4.0}, "stages"),
+        ({"math_registers": 100}, "math_registers must be a multiple of 8 from 24 to 256, got 100"),
+        ({"producer_registers": 16}, "producer_registers"),
         ({"tile_widths": ()}, "tile_widths"),
+        ({"tile_widths": [8, 16]}, "tile_widths"),
         ({"tile_widths": (16, 8, 32)}, "tile_widths"),
         ({"tile_widths": (8, 12, 32)}, "tile_widths"),
         ({"tile_widths": (8, 24)}, "tile_widths"),
