@@ -1,6 +1,7 @@
 """The layer that a model calls, and its life: build, warm up, forward, refit, destroy."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -150,7 +151,7 @@ class MoEEpLayer(torch.nn.Module):
                 self._check_call(inputs, out, bound)
             except MoEEpConfigError as refusal:
                 self._backend.refuse(str(refusal))
-            with torch.no_grad():
+            with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
                 if self._to_slots is not None:
                     inputs = replace(inputs, topk_ids=self._to_slots(inputs.topk_ids))
                 return self._backend.forward(inputs, bound, out)
