@@ -9,7 +9,17 @@ import torch
 
 from moe_ep import EpGroup, MoEInputs, MoEShape, MoEWeights
 from moe_ep.comm.errors import MoEEpConfigError
-from moe_ep.launch import bench, bench_comm, cli, cpu_ratio, peaks, spawn, torchrun, work
+from moe_ep.launch import (
+    bench,
+    bench_comm,
+    cli,
+    comm_cases,
+    cpu_ratio,
+    peaks,
+    spawn,
+    torchrun,
+    work,
+)
 from moe_ep.launch.geometries import GEOMETRIES, geometry
 from moe_ep.launch.peaks import Peaks
 from moe_ep.launch.random_layer import random_weights, shard_shape
@@ -273,4 +283,4 @@ def test_transports_need_something_to_move():
 def test_wrong_values_of_a_transport_end_its_bench():
     x = torch.ones(2, 3, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match="torch transport: wrong values"):
-        bench_comm.check_equal("torch", x, 2 * x)
+        comm_cases.check_equal("torch", x, 2 * x)
