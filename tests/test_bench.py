@@ -275,6 +275,36 @@ def test_the_transports_are_timed_alone_over_real_ranks(tmp_path, capfd):
     assert "dispatch us" in capfd.readouterr().out
 
 
+def comm_rows(tmp_path, num_ranks: int) -> tuple[dict, set[tuple[str, bool]]]:
+    """The record of a run, and its (transport, whether in a graph)."""
+    path = tmp_path / "comm.json"
+    words = ["--comm", "--ranks", str(num_ranks), "--tokens", "8", "--iterations", "5"]
+    words += ["--geometry", "qwen3", "--graph", "--eager", "--stages", "--json", str(path)]
+    assert cli.main(["bench", *words]) == 0
+    record = json.loads(path.read_text())
+    assert all(0 < row["dispatch_us"] < 1e5 for row in record["results"])
+    moments = record["moments_us"]["8"]
+    assert 0 < moments["ROUTED"][-1] <= moments["DRAINED"][-1] <= moments["ENDED"][-1]
+    return record, {(row["transport"], row["is_graph"]) for row in record["results"]}
+
+
+FUSED_ROWS = {(name, graph) for name in ("fused", "fused-bare") for graph in (True, False)}
+
+
+@pytest.mark.gpu
+def test_the_fused_transport_is_timed_on_one_gpu(tmp_path):
+    _, rows = comm_rows(tmp_path, 1)
+    assert rows >= FUSED_ROWS
+
+
+@pytest.mark.gpus(2)
+def test_every_transport_is_timed_on_two_gpus(tmp_path):
+    record, rows = comm_rows(tmp_path, 2)
+    modes = {"nccl-ep-ll", "nccl-ep-ht"} - set(record["left_out"])
+    assert rows == FUSED_ROWS | {("torch", False)} | {(m, g) for m in modes for g in (True, False)}
+    assert 0.1 < record["ping_pong_us"] < 1000
+
+
 def test_transports_need_something_to_move():
     with pytest.raises(MoEEpConfigError, match="nothing to move"):
         bench_comm.run(parse(["--comm"]), CPU)
