@@ -20,7 +20,7 @@ from moe_ep.comm.post_mortem import FIELDS
 
 WARP_SIZE = 32
 NO_EXPERT = -1
-# Looks at a flag for one at the clock and the abort word, which takes as long as a look.
+# Looks at a flag for one at the clock and the abort word, which take longer than a look.
 LOOKS_PER_CHECK = 16
 
 
@@ -72,15 +72,20 @@ class Watch:
     @cute.jit
     def keep_waiting(
         self, start: Int64, phase: cutlass.Constexpr, peer, expected, seen, expert=NO_EXPERT
-    ) -> Int32:
-        """0 when the rank has been given up, or is now because `start` is too long ago."""
+    ):
+        """Returns (1, when the wait began), or 0 first when the rank has been given up, or is now
+        because that is too long ago.
+
+        start   0 in the first check of a wait, which notes the time: most waits end without
+        """
         alive = self.is_alive()
-        if const_expr(self.is_bounded):
-            if alive == 1:
-                if cute.arch.globaltimer() - start > self.timeout_ns:
-                    self.give_up(phase, peer, expected, seen, expert)
-                    alive = Int32(0)
-        return alive
+        now = Int64(cute.arch.globaltimer())
+        if start == 0:
+            start = now
+        if (alive == 1) & (now - start > self.timeout_ns):
+            self.give_up(phase, peer, expected, seen, expert)
+            alive = Int32(0)
+        return alive, start
 
     @cute.jit
     def give_up(self, phase: cutlass.Constexpr, peer, expected, seen, expert):
@@ -125,14 +130,13 @@ class Watch:
         flag = int32_ptr(address)
         alive = Int32(1)
         seen = cute.arch.load(flag, Int32, sem="acquire", scope=scope)
-        if is_before(seen, expected):
-            start = Int64(cute.arch.globaltimer())
-            num_looks = Int32(0)
-            while is_before(seen, expected) & (alive == 1):
-                seen = cute.arch.load(flag, Int32, sem="acquire", scope=scope)
+        start, num_looks = Int64(0), Int32(0)
+        while is_before(seen, expected) & (alive == 1):
+            seen = cute.arch.load(flag, Int32, sem="acquire", scope=scope)
+            if const_expr(self.is_bounded):
                 num_looks += 1
                 if is_before(seen, expected) & (num_looks % LOOKS_PER_CHECK == 0):
-                    alive = self.keep_waiting(start, phase, peer, expected, seen, expert)
+                    alive, start = self.keep_waiting(start, phase, peer, expected, seen, expert)
         return alive
 
     @cute.jit
@@ -145,14 +149,14 @@ class Watch:
         alive = Int32(1)
         low = Int32(-1)
         seen = cute.arch.load(entry, Int64, sem="acquire", scope="gpu")
-        if Int32(seen >> 32) != tag:
-            start = Int64(cute.arch.globaltimer())
-            num_looks = Int32(0)
-            while (Int32(seen >> 32) != tag) & (alive == 1):
-                seen = cute.arch.load(entry, Int64, sem="acquire", scope="gpu")
+        start, num_looks = Int64(0), Int32(0)
+        while (Int32(seen >> 32) != tag) & (alive == 1):
+            seen = cute.arch.load(entry, Int64, sem="acquire", scope="gpu")
+            if const_expr(self.is_bounded):
                 num_looks += 1
                 if (Int32(seen >> 32) != tag) & (num_looks % LOOKS_PER_CHECK == 0):
-                    alive = self.keep_waiting(start, phase, peer, tag, Int32(seen >> 32))
+                    high = Int32(seen >> 32)
+                    alive, start = self.keep_waiting(start, phase, peer, tag, high)
         if alive == 1:
             low = Int32(seen)
         return alive, low
@@ -165,12 +169,11 @@ class Watch:
         alive = Int32(1)
         if const_expr(self.is_bounded):
             is_done = Int32(cute.arch.mbarrier_try_wait(mbarrier, parity))
-            if is_done == 0:
-                start = Int64(cute.arch.globaltimer())
-                while (is_done == 0) & (alive == 1):
-                    is_done = Int32(cute.arch.mbarrier_try_wait(mbarrier, parity))
-                    if is_done == 0:
-                        alive = self.keep_waiting(start, phase, peer, parity, 1 - parity)
+            start = Int64(0)
+            while (is_done == 0) & (alive == 1):
+                is_done = Int32(cute.arch.mbarrier_try_wait(mbarrier, parity))
+                if is_done == 0:
+                    alive, start = self.keep_waiting(start, phase, peer, parity, 1 - parity)
         else:
             cute.arch.mbarrier_wait(mbarrier, parity)
         return alive

@@ -29,10 +29,15 @@ from cutlass.cute.runtime import make_fake_stream
 from moe_ep.comm import ptx
 from moe_ep.comm.device import Watch, int32_ptr, int64_ptr
 from moe_ep.comm.post_mortem import RECORD_WORDS
-from moe_ep.megakernel import protocol
+from moe_ep.megakernel import protocol, schedule
 from moe_ep.megakernel.combine import Combine
 from moe_ep.megakernel.compile_cache import CompiledFunction, KernelBuild, compile_for_sm90
-from moe_ep.megakernel.dispatch import NUM_ROW_BUFFERS, WARP_SIZE, Dispatch
+from moe_ep.megakernel.dispatch import (
+    NUM_LOADS_IN_FLIGHT,
+    NUM_ROW_BUFFERS,
+    WARP_SIZE,
+    Dispatch,
+)
 from moe_ep.megakernel.protocol import Moment, Phase
 from moe_ep.megakernel.rank_view import RankInputs, RankView, Threads, load_peers, load_step
 from moe_ep.megakernel.workspace import Workspace
@@ -248,14 +253,30 @@ class TransportSm90:
 
     @cute.jit
     def scale_row(self, source: Int64, target: Int64, factor: Float32):
-        for vector in range(cute.arch.lane_idx(), self.layout.hidden // 8, WARP_SIZE):
-            words = ptx.ld_global_v4(source + Int64(vector) * VECTOR_BYTES)
-            scaled = []
-            for i in cutlass.range_constexpr(4):
-                low = ptx.mul_rn(ptx.as_float(words[i] << 16), factor)
-                high = ptx.mul_rn(ptx.as_float(words[i] & 0xFFFF0000), factor)
-                scaled.append(ptx.cvt_bf16x2(low, high))
-            ptx.st_global(target + Int64(vector) * VECTOR_BYTES, scaled)
+        num_vectors, stride = self.layout.hidden // 8, WARP_SIZE
+        for base in range(cute.arch.lane_idx(), num_vectors, stride * NUM_LOADS_IN_FLIGHT):
+            loaded = []
+            for i in cutlass.range_constexpr(NUM_LOADS_IN_FLIGHT):
+                # Past the end the first vector is read again and not stored.
+                vector = base + i * stride
+                vector = schedule.select(vector < num_vectors, vector, base)
+                loaded.append(ptx.ld_global_v4(source + Int64(vector) * VECTOR_BYTES))
+            for i in cutlass.range_constexpr(NUM_LOADS_IN_FLIGHT):
+                vector = base + i * stride
+                if vector < num_vectors:
+                    ptx.st_global(
+                        target + Int64(vector) * VECTOR_BYTES, scaled_words(loaded[i], factor)
+                    )
+
+
+def scaled_words(words: list, factor: Float32) -> list:
+    """Eight BF16 times FP32, each rounded to BF16."""
+    scaled = []
+    for word in words:
+        low = ptx.mul_rn(ptx.as_float(word << 16), factor)
+        high = ptx.mul_rn(ptx.as_float(word & 0xFFFF0000), factor)
+        scaled.append(ptx.cvt_bf16x2(low, high))
+    return scaled
 
 
 def compile_transport(spec: TransportSpec) -> CompiledFunction:
