@@ -304,6 +304,12 @@ class MegaMoE:
         takes_stamps: bool = False,
         timeout_s: float = 60.0,
     ) -> None:
+        num_launched = group.num_ranks if group.is_virtual else 1
+        if max_sms is not None and max_sms < num_launched:
+            raise MoEEpConfigError(
+                f"max_sms is {max_sms}; allowed: at least {num_launched}, one for each rank in a "
+                "launch"
+            )
         self.device = group.device
         self._is_alone = group.num_ranks == 1
         table = make_buckets(weights_format, shape, max_tokens_per_rank, group.num_ranks, parallel)
@@ -319,7 +325,7 @@ class MegaMoE:
             weights_format=weights_format,
             has_bias13=has_bias13,
             has_bias2=has_bias2,
-            num_launched=group.num_ranks if group.is_virtual else 1,
+            num_launched=num_launched,
             is_bounded=is_bounded,
             takes_stamps=takes_stamps,
         )
@@ -328,7 +334,7 @@ class MegaMoE:
         self.kernel_builds()  # raises where one does not fit, before anything is allocated
         self.memory = workspace_memory.acquire(group, layout)
         num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        self._ctas_per_rank = min(num_sms, max_sms or num_sms) // self.memory.num_launched
+        self._ctas_per_rank = min(num_sms, max_sms or num_sms) // num_launched
         # [CTAs, moments] nanoseconds of the GPU's global timer
         self.stamps = torch.zeros(num_sms, len(Moment), dtype=torch.int64, device=self.device)
         self._first_rank = 0 if group.is_virtual else group.rank

@@ -107,7 +107,6 @@ class Soak:
         self.graphs: list[dict[int, torch.cuda.CUDAGraph]] = []
         for idx in range(NUM_LAYERS):
             layer = ranks.layer(SHAPE, self.weights[idx], CAPACITY)
-            layer.warmup()
             calls = [layer.bind(parts) for parts in cases]
             for call in calls:
                 call.launch()

@@ -28,7 +28,7 @@ from moe_ep import MegaConfig, MoEEpLayer, MoEInputs, MoEShape, MoEWeights, Spli
 from moe_ep.comm.group import EpGroup
 from moe_ep.config import Backend, GroupedGemmConfig, MegaKernelConfig
 from moe_ep.launch import spawn
-from moe_ep.megakernel.knobs import choose_row
+from moe_ep.megakernel.knobs import KernelKnobs, choose_row
 from moe_ep.reference import moe_oracle_fp64, moe_reference
 
 # The base case of the list.
@@ -207,7 +207,6 @@ class OneRankLayer(RowLayer):
     def __init__(self, module: MoEEpLayer) -> None:
         self.module, self.device = module, module.group.device
         self.check, self.destroy = module.check, module.destroy
-        self.warmup = module.warmup
 
     def refit(self, weights: MoEWeights) -> None:
         self.module.update_weights(weights.to(self.device))
@@ -243,6 +242,7 @@ class VirtualLayer(RowLayer):
         weights: MoEWeights,
         capacity: int,
         *,
+        knobs: KernelKnobs | None = None,
         takes_table: bool = False,
         timeout_s: float = TIMEOUT_S,
         **options,
@@ -257,7 +257,7 @@ class VirtualLayer(RowLayer):
             shape,
             name,
             max_tokens_per_rank=capacity,
-            knobs=None if takes_table else choose_row(name, 1).knobs,
+            knobs=knobs or (None if takes_table else choose_row(name, 1).knobs),
             timeout_s=timeout_s,
             **options,
         )
@@ -267,9 +267,6 @@ class VirtualLayer(RowLayer):
         from moe_ep.megakernel.formats import prepare
 
         prepare(weights.to("cuda"), out=self.prepared)
-
-    def warmup(self) -> None:
-        self.mega.warmup()
 
     def check(self) -> None:
         torch.cuda.synchronize()

@@ -53,11 +53,11 @@ def test_A19_weights_of_all_experts_where_a_part_is_wanted_and_the_reverse(ranks
         ranks.module(replace(S0, num_experts=4), weights)
 
 
-@on(*ONE)
+@on("cpu1", "split1", "mega2")
 def test_A22_as_many_slots_as_experts_and_no_more(ranks):
     shape = replace(S0, top_k=8)
-    inputs, weights = make_inputs(shape, 16, seed=0), ranks.weights(shape)
-    ranks.assert_right(ranks.layer(shape, weights)([inputs]), [inputs], weights, shape)
+    parts, weights = ranks.parts(shape, 16), ranks.weights(shape)
+    ranks.assert_right(ranks.layer(shape, weights)(parts), parts, weights, shape)
     with pytest.raises(MoEEpConfigError, match="top_k 9 is above num_experts 8"):
         replace(S0, top_k=9)
     with pytest.raises(MoEEpConfigError, match="top_k must be at least 1, got 0"):
@@ -78,10 +78,14 @@ def test_A23_the_stated_limit_of_slots_is_the_limit(ranks):
     ranks.assert_right(ranks.layer(shape, weights)([inputs]), [inputs], weights, shape)
 
 
+# Where hidden is large: what takes minutes elsewhere is left out.
+A56_FORMATS = {"cpu": ("bf16",), "split": WEIGHT_FORMATS, "mega": ("nvfp4", "mxfp8")}
+
+
 @on("cpu1", "split1", "mega2")
 def test_A56_every_size_is_right_or_refused_by_its_name_value_and_multiple(ranks):
     for hidden, intermediate in ((2880, 2880), (2816, 176), (256, 192), (320, 64)):
-        formats = WEIGHT_FORMATS if ranks.kind != "cpu" or hidden < 1000 else ("bf16",)
+        formats = A56_FORMATS[ranks.kind] if hidden > 1000 else WEIGHT_FORMATS
         for name in formats:
             shape = MoEShape(num_experts=2, top_k=1, hidden=hidden, intermediate=intermediate)
             multiple = weight_format(name).k_multiple

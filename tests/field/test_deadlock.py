@@ -148,9 +148,9 @@ def test_A05_the_grid_is_what_the_device_can_hold(ranks):
         assert most - ranks.num_ranks < num_ctas <= most
         mega.destroy()
     if ranks.num_ranks > 1:
-        with pytest.raises(MoEEpConfigError, match=r"max_sms.* 7.*8"):
+        with pytest.raises(MoEEpConfigError, match="max_sms is 7; allowed: at least 8"):
             MegaMoE(group, S0, "nvfp4", max_tokens_per_rank=32, max_sms=7)
-    with pytest.raises(MoEEpConfigError, match="max_sms must be at least 1, got 0"):
+    with pytest.raises(MoEEpConfigError, match="max_sms is 0; allowed: at least 1"):
         MegaMoE(group, S0, "nvfp4", max_tokens_per_rank=32, max_sms=0)
 
 
@@ -326,11 +326,11 @@ def test_A11_a_rank_that_stands_still_or_leaves_a_call_out_is_named(kind, num_ra
     assert seconds < 15.0
 
 
-@on("mega2", "mega4")
+@on("mega2")
 def test_A11_a_virtual_rank_that_never_comes_is_named_and_the_gpu_is_free_at_once(ranks):
     parts = ranks.parts(S0, 16)
     # A capacity of its own: the workspace is broken by this row, and others share theirs.
-    layer = ranks.layer(S0, ranks.weights(), 30, timeout_s=0.5)
+    layer = ranks.layer(S0, ranks.weights(), 31, timeout_s=0.5)
     for _ in range(3):
         layer(parts)
     start = time.monotonic()
@@ -341,7 +341,7 @@ def test_A11_a_virtual_rank_that_never_comes_is_named_and_the_gpu_is_free_at_onc
         layer.check()
     assert error.value.ranks == (1,)
     layer.destroy()
-    again = ranks.layer(S0, ranks.weights(), 30)
+    again = ranks.layer(S0, ranks.weights(), 31)
     ranks.assert_right(again(parts), parts, ranks.weights())
 
 
