@@ -1,8 +1,10 @@
 """The calls that `scripts/sanitize.sh` watches: small, values checked, waits without a time-out.
 
-The fused kernel on one rank and on two virtual ones, on few SMs, and the split layer's four
-kernels; twice each, so that both banks of counters are used. Everything is made on the CPU: a
-checker that follows initialisation then sees copies, and no kernel of torch.
+    python3 scripts/sanitized_calls.py [split] [ep] [tp]      default: all
+
+The split layer's four kernels; the fused kernel under ep and under tp, on one rank and on two
+virtual ones, on few SMs; twice each, so that both banks of counters are used. Everything is made on
+the CPU: a checker that follows initialisation then sees copies, and no kernel of torch.
 """
 
 import sys
@@ -13,7 +15,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("tests", "tests/field")]
 from field_ranks import S0, assert_near, parts_of, weights_of, with_junk  # noqa: E402
-from layer_cases import gathered  # noqa: E402
+from layer_cases import gathered, joined  # noqa: E402
 
 from moe_ep import MoEEpLayer, MoEInputs, SplitConfig  # noqa: E402
 from moe_ep.comm.group import EpGroup  # noqa: E402
@@ -38,17 +40,22 @@ def on_gpu(thing):
     )
 
 
-def run_mega(num_ranks: int) -> None:
+def run_mega(num_ranks: int, parallel: str) -> None:
     weights, knobs = weights_of(S0, "nvfp4"), choose_row("nvfp4", 1).knobs
     group = EpGroup.virtual(num_ranks) if num_ranks > 1 else EpGroup.single("cuda")
     mega = MegaMoE(
         *(group, S0, "nvfp4"),
         max_tokens_per_rank=CAPACITY,
+        parallel=parallel,
         knobs=knobs,
         max_sms=MAX_SMS,
         is_bounded=False,
     )
-    prepared, counts = on_gpu(prepare(weights)), COUNTS[:num_ranks]
+    prepared, counts = prepare(weights), COUNTS[:num_ranks]
+    if parallel == "tp":
+        shards = [weights.shard("tp", rank, num_ranks) for rank in range(num_ranks)]
+        prepared = joined([prepare(shard) for shard in shards])
+    prepared = on_gpu(prepared)
     for seed in (0, 10):
         parts = parts_of(S0, counts, seed)
         if num_ranks == 1:
@@ -67,7 +74,7 @@ def run_mega(num_ranks: int) -> None:
         held = out.cpu().view(num_ranks, -1, S0.hidden)
         output = torch.cat([held[rank, :count] for rank, count in enumerate(counts)])
         assert_near(output, moe_oracle_fp64(gathered(parts), weights, S0))
-    print(f"mega, {num_ranks} ranks: values are right", flush=True)
+    print(f"mega, {num_ranks} ranks, {parallel}: values are right", flush=True)
 
 
 def run_split() -> None:
@@ -87,6 +94,9 @@ def run_split() -> None:
 
 
 if __name__ == "__main__":
-    run_split()
-    for num_ranks in (1, 2):
-        run_mega(num_ranks)
+    calls = sys.argv[1:] or ["split", "ep", "tp"]
+    if "split" in calls:
+        run_split()
+    for parallel in ("ep", "tp"):
+        for num_ranks in (1, 2) if parallel in calls else ():
+            run_mega(num_ranks, parallel)

@@ -1,10 +1,11 @@
 """Layers and inputs that many tests build: every expert, rank and token differs."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from moe_ep import MoEInputs, MoEShape, MoEWeights
+from moe_ep.megakernel.formats import PreparedWeights
 
 
 def make_weights(shape: MoEShape, weights_format: str = "bf16", seed: int = 0) -> MoEWeights:
@@ -30,6 +31,17 @@ def make_inputs(shape: MoEShape, num_tokens: int, seed: int, masked: float = 0.0
         ids,
         torch.rand(slots, generator=generator),
     )
+
+
+def joined(parts: list[PreparedWeights]) -> PreparedWeights:
+    """Prepared weights of all tp ranks, one after the other: what virtual ranks take."""
+    names = ["w13", "w2", "w13_alpha", "w2_alpha"]
+    names += ["b13"] if parts[0].b13 is not None else []
+    tensors = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+    if parts[0].b2 is not None:  # rank 0 alone adds it; the others of this launch add 0
+        none = torch.zeros_like(parts[0].b2)
+        tensors["b2"] = torch.cat([parts[0].b2, *[none] * (len(parts) - 1)])
+    return replace(parts[0], **tensors)
 
 
 def with_ids(inputs: MoEInputs, ids: object) -> MoEInputs:

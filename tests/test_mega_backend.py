@@ -78,7 +78,9 @@ def cuda(monkeypatch) -> SimpleNamespace:
     return state
 
 
-def make_backend(num_ranks: int = 1, liveness=None, **config) -> mega.MegaBackend:
+def make_backend(
+    num_ranks: int = 1, liveness=None, parallel: str = "ep", **config
+) -> mega.MegaBackend:
     group = EpGroup(
         rank=num_ranks - 1,
         num_ranks=num_ranks,
@@ -86,7 +88,9 @@ def make_backend(num_ranks: int = 1, liveness=None, **config) -> mega.MegaBacken
         global_ranks=tuple(range(num_ranks)),
     )
     kernel = MegaKernelConfig(**config)
-    return mega.MegaBackend(SHAPE, make_weights(SHAPE), group, CAPACITY, kernel, liveness, 60.0)
+    return mega.MegaBackend(
+        *(SHAPE, make_weights(SHAPE), group, CAPACITY, kernel, liveness, 60.0), parallel=parallel
+    )
 
 
 def test_a_call_is_the_layer_for_any_strides_and_any_out(cuda):
@@ -156,6 +160,11 @@ def test_settings_reach_the_kernel_and_memory_is_told(cuda):
     assert backend.memory["shared workspace"] == 1000
     assert backend.memory["prepared weights"] == make_weights(SHAPE).num_bytes
     assert cuda.agreed == ["workspace"]
+
+
+def test_a_layer_of_tp_weights_divides_the_intermediate(cuda):
+    backend = make_backend(parallel="tp")
+    assert backend._mega.options["parallel"] == "tp"
 
 
 def test_one_rank_refuses_by_itself(cuda):

@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
+from layer_cases import joined
 from test_mega import (
     CAPACITY,
     MAX_TERM_ERROR,
@@ -32,7 +33,7 @@ from moe_ep.comm.transport import to_slots
 from moe_ep.dispatch_plan import DispatchPlan
 from moe_ep.grouped import GroupedExperts
 from moe_ep.inputs import MoEInputs
-from moe_ep.megakernel.formats import TILE_FORMATS, PreparedWeights, prepare
+from moe_ep.megakernel.formats import TILE_FORMATS, prepare
 from moe_ep.megakernel.problem import MoEShape
 from moe_ep.reference import (
     combine_parts,
@@ -71,17 +72,6 @@ class TpLayer(Layer):
         terms = self.mega.memory.region("terms").double().sum(0)
         counts = [part.num_tokens for part in deal(inputs, self.num_ranks)]
         return torch.cat([terms[rank, :count] for rank, count in enumerate(counts)])
-
-
-def joined(parts: list[PreparedWeights]) -> PreparedWeights:
-    """Of all ranks, one after the other, as one launch of virtual ranks takes them."""
-    names = ["w13", "w2", "w13_alpha", "w2_alpha"]
-    names += ["b13"] if parts[0].b13 is not None else []
-    tensors = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
-    if parts[0].b2 is not None:  # rank 0 alone adds it; the others of this launch add 0
-        none = torch.zeros_like(parts[0].b2)
-        tensors["b2"] = torch.cat([parts[0].b2, *[none] * (len(parts) - 1)])
-    return replace(parts[0], **tensors)
 
 
 def part_of_rank(experts: GroupedExperts, inputs: MoEInputs, shape: MoEShape) -> torch.Tensor:
