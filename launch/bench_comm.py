@@ -4,7 +4,7 @@
     fused        the mega kernel's dispatch and combine as a kernel of their own; GPUs. Its terms
                  are the tokens themselves
     fused-bare   the same built without the time-out checks of its waits, to show what they take
-    nccl-ep-ll   NCCL-EP low latency, rank-major; several GPUs. A rank sends one row for each token
+    nccl-ep-ll   NCCL-EP low latency, rank-major; GPUs. A rank sends one row for each token
     nccl-ep-ht   NCCL-EP high throughput, flat; the same
 
 Ranks start together and the slowest counts, as in `timing.py`; wrong values end the bench. Combine
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace, group: EpGroup) -> Report:
         compile_fused(shape, args.tokens, group.num_ranks, args.stages)
         benches["fused"] = bench_fused
         benches["fused-bare"] = functools.partial(bench_fused, is_bounded=False)
-    for mode in NCCL_EP_LAYOUTS if is_cuda and is_several else ():
+    for mode in NCCL_EP_LAYOUTS if is_cuda else ():
         misfit = nccl_ep_misfit(mode, shape, max(args.tokens), group)
         if misfit is None:
             benches[f"nccl-ep-{mode}"] = functools.partial(bench_nccl_ep, mode)

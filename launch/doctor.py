@@ -62,7 +62,7 @@ def examine() -> list[Finding]:
 _PACKAGES = (
     ("CuTe DSL", "nvidia-cutlass-dsl", "GPU kernels", "gpu"),
     ("NVSHMEM", "nvshmem4py-cu13", "mega, several GPUs", "gpu"),
-    ("cuda-python", "cuda-python", "GPU kernels", "gpu"),
+    ("CUDA bindings", "cuda-bindings", "GPU kernels", "gpu"),
     ("NCCL-EP", "nccl-extensions", "split over NCCL-EP", "nccl-ep"),
     ("transformers", "transformers", "demo, checkpoints", "hf"),
     ("matplotlib", "matplotlib", "charts of the bench", "plot"),

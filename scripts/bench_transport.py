@@ -9,8 +9,8 @@ the terms; virtual ranks share one GPU's memory, so these are no NVLink figures.
 
     checks    what the time-out checks of all waits take: a build without them takes turns with the
               one that runs, `--repeats` times 4 each; percent of the latter's median
-    moments   when the CTAs reached each `protocol.Moment`, us after the first one started: median
-              and last CTA, each the median of the repeats; a build of its own, as taking them costs
+    moments   when the CTAs reached each `protocol.Moment`, us after the first one started: first,
+              median and last CTA of the median launch; a build of its own, as taking them costs
 """
 
 import argparse
@@ -24,9 +24,9 @@ from pathlib import Path
 import torch
 
 from moe_ep.comm.group import EpGroup
+from moe_ep.launch.stages import median_launch
 from moe_ep.megakernel.compile_cache import compile_all
 from moe_ep.megakernel.fused_transport import FusedTransport, transport_spec
-from moe_ep.megakernel.protocol import Moment
 from moe_ep.megakernel.transport_sm90 import transport_build
 
 FLUSH_BYTES = 1 << 30
@@ -91,22 +91,9 @@ def times_us(
     return [sorted(taken[3:]) for taken in times]
 
 
-def moments_us(case: Case, flush: torch.Tensor, repeats: int) -> dict[str, list[float]]:
-    """Moment -> [median, last] CTA."""
-    runs = []
+def moments(case: Case) -> dict[str, list[float]]:
     with case.build(has_stamps=True) as (graph, transport):
-        for _ in range(repeats):
-            flush.sum()
-            graph.replay()
-            stamps = transport.stamps
-            runs.append(((stamps - stamps[:, Moment.STARTED].min()).double() / 1000).cpu())
-    result = {}
-    for moment in Moment:
-        spread = [(run[:, moment].median(), run[:, moment].max()) for run in runs]
-        result[moment.name.lower()] = [
-            round(float(statistics.median(column)), 1) for column in zip(*spread, strict=True)
-        ]
-    return result
+        return median_launch(graph.replay, transport.stamps, case.group)
 
 
 BUILDS = {
@@ -131,7 +118,7 @@ def measure(case: Case, flush: torch.Tensor, repeats: int) -> dict:
         result[f"{name}_us"] = round(statistics.median(taken), 2)
         result[f"{name}_p99_us"] = round(taken[int(0.99 * (len(taken) - 1))], 2)
     result["checks_percent"] = round(100 * (1 - result["bare_us"] / result["round_us"]), 2)
-    result["moments_us"] = moments_us(case, flush, repeats)
+    result["moments_us"] = moments(case)
     row_bytes = case.ids.numel() * case.x.shape[-1] * 2
     result["dispatch_gb_s"] = round(row_bytes / result["dispatch_us"] / 1e3, 1)
     result["round_gb_s"] = round(2 * row_bytes / result["round_us"] / 1e3, 1)
@@ -200,8 +187,9 @@ def main() -> None:
             f"{result['checks_percent']:5.2f} %",
             flush=True,
         )
-        moments = result["moments_us"].items()
-        print("   ", "  ".join(f"{name} {us[0]}/{us[1]}" for name, us in moments), flush=True)
+        spread = result["moments_us"].items()
+        texts = (f"{name} {'/'.join(f'{us:.1f}' for us in some)}" for name, some in spread)
+        print("   ", "  ".join(texts).lower(), flush=True)
         if args.json:
             args.json.write_text(json.dumps(results, indent=1) + "\n")
 
