@@ -121,7 +121,7 @@ def all_gather(tensor: torch.Tensor, group: EpGroup) -> torch.Tensor:
 
 
 def all_reduce(tensor: torch.Tensor, op: dist.ReduceOp, group: EpGroup) -> torch.Tensor:
-    """`tensor`, reduced in place over the ranks."""
-    if group.num_ranks > 1:
+    """`tensor`, reduced in place over the ranks; virtual ones are all here."""
+    if group.num_ranks > 1 and not group.is_virtual:
         dist.all_reduce(tensor, op, group=group.process_group)
     return tensor
