@@ -249,6 +249,24 @@ def test_a_rank_that_never_comes_is_named_and_a_refusing_one_too():
     layer.mega.destroy()
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_id_that_is_no_expert_is_masked_and_named_later(num_ranks):
+    layer, inputs = shared_layer(num_ranks), tokens(CAPACITY, 18)
+    ids = inputs.topk_ids.clone()
+    ids[2, 3] = SHAPE.num_experts
+    bad = with_ids(inputs, ids)
+    if num_ranks == 1:
+        layer.launch(bad, torch.empty_like(inputs.hidden_states))
+    else:
+        layer.run_parts(deal(bad, num_ranks))
+    torch.cuda.synchronize()
+    with pytest.raises(MoEEpConfigError, match=r"topk_ids\[2, 3\] was 13"):
+        layer.mega.check()
+    ids[2, 3] = -1
+    inputs = with_ids(inputs, ids)
+    assert_same_bits(layer.run(inputs), layer.expected(inputs))
+
+
 def test_a_layer_of_one_tp_rank_has_the_bits_of_its_fused_kernel(monkeypatch):
     monkeypatch.setattr(mega_limits, "PENDING_TP", None)
     fused, inputs = shared_layer(1), tokens(CAPACITY, 17)
