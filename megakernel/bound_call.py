@@ -7,6 +7,8 @@ values live in cells whose pointers are taken once; a call writes the few that c
 import ctypes
 from collections.abc import Sequence
 
+import torch
+
 
 class _Cell:
     """One argument. Set `value` between calls."""
@@ -25,12 +27,21 @@ class Int32(_Cell, ctypes.c_int32):
 
 
 class BoundCall:
-    """`function` (what `compile_cache.load` gives) bound to cells in the order of its arguments."""
+    """`function` (what `compile_cache.load` gives) bound to cells in the order of its arguments.
+
+    Built with the GPU current that it launches on; first of all it loads the kernel there.
+    """
 
     def __init__(self, function, cells: Sequence[Int64 | Int32]) -> None:
-        self._function = function
         self._cells = cells
-        self.pointers, _ = function.execution_args.generate_execution_args(tuple(cells), {})
+        # An executor of its own, which alone writes to its list of pointers: `run_compiled_program`
+        # would fill one anew for every launch.
+        self._executor = function.to(None)
+        pointers, _ = self._executor.generate_execution_args(*cells)
+        self._pointers = self._executor._get_invoke_packed_args(pointers)
 
     def __call__(self) -> None:
-        self._function.run_compiled_program(self.pointers)
+        """Raises `torch.cuda.CudaError` where the launch fails."""
+        self._executor.capi_func(self._pointers)
+        if self._executor.cuda_result.value:
+            torch.cuda.check_error(self._executor.cuda_result.value)

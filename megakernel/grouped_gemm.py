@@ -17,7 +17,7 @@ from moe_ep.megakernel.knobs import (
     MAX_LOCAL_EXPERTS,
     MAX_SMEM_BYTES,
     KernelKnobs,
-    choose_knobs,
+    choose_routed_knobs,
 )
 from moe_ep.megakernel.problem import Activation
 
@@ -232,7 +232,7 @@ class GroupedGemm:
         from moe_ep.megakernel.grouped_gemm_sm90 import arguments
 
         rows_per_expert = num_rows / self.num_local_experts
-        knobs = self.knobs or choose_knobs(self.weights_format, rows_per_expert)
+        knobs = self.knobs or choose_routed_knobs(self.weights_format, rows_per_expert)
         counters = self._counters[0 if name == "fc1" else 1].data_ptr()
         kernel = load(self.spec(name, knobs).kernel_build())
         return kernel, arguments((*addresses, counters), num_rows, self.num_ctas)

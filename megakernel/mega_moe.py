@@ -4,7 +4,6 @@ The kernel is `mega_moe_sm90.py`; this module needs CuTe DSL only when it compil
 """
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,7 +17,13 @@ from moe_ep.megakernel.bound_call import BoundCall, Int32, Int64
 from moe_ep.megakernel.compile_cache import KernelBuild, compile_all, load
 from moe_ep.megakernel.formats import TILE_COLS, TILE_FORMATS, PreparedWeights
 from moe_ep.megakernel.grouped_gemm import CHANNEL_MULTIPLE, GemmSpec
-from moe_ep.megakernel.knobs import BF16_BYTES, KNOB_TABLE, MAX_SMEM_BYTES, KernelKnobs
+from moe_ep.megakernel.knobs import (
+    BF16_BYTES,
+    KNOB_TABLE,
+    MAX_SMEM_BYTES,
+    KernelKnobs,
+    usual_rows,
+)
 from moe_ep.megakernel.problem import Activation, MoEShape
 from moe_ep.megakernel.protocol import Moment
 from moe_ep.megakernel.workspace import Workspace
@@ -204,14 +209,6 @@ def choose_bucket(buckets: tuple[Bucket, ...], max_tokens: int | None) -> int:
     return last
 
 
-def usual_rows(max_rows: float) -> float:
-    """Mean rows per expert for which an expert usually has at most `max_rows`: one tile, so that
-    its weights are read and decoded once. Routed at random, rows scatter by about the root of the
-    mean m; m + 1.5 sqrt(m) covers nine experts in ten.
-    """
-    return ((math.sqrt(2.25 + 4 * max_rows) - 1.5) / 2) ** 2
-
-
 def most_local_experts(shape: MoEShape, num_ranks: int, parallel: str) -> int:
     """Experts of the rank that holds most."""
     return shape.num_experts if parallel == "tp" else -(-shape.num_experts // num_ranks)
@@ -392,24 +389,21 @@ class MegaMoE:
         own_tokens = x.shape[0]
         bucket_idx = choose_bucket(self.buckets, own_tokens if self._is_alone else max_tokens)
         call = self._call(bucket_idx, topk_ids.dtype == torch.int64, weights)
-        stream = torch.cuda.current_stream(self.device)
-        self.memory.enter(stream)
+        call.stream.value = self.memory.enter()
         call.x.value, call.topk_ids.value = x.data_ptr(), topk_ids.data_ptr()
         call.topk_weights.value, call.out.value = topk_weights.data_ptr(), out.data_ptr()
         call.num_tokens.value, call.token_counts.value = own_tokens, _address(num_tokens)
         call.late_rank.value, call.late_ns.value = late_rank, int(late_s * 1e9)
-        call.stream.value = stream.cuda_stream
         call.launch()
 
     def refuse(self, code: int, weights: PreparedWeights) -> None:
         """One real rank's part of a step whose input it does not take: no rank computes anything,
         and every rank finds rank and `code` (0 or more) in `check`."""
         call = self._call(0, False, weights)
-        stream = torch.cuda.current_stream(self.device)
-        self.memory.enter(stream)
+        call.stream.value = self.memory.enter()
         for cell in (call.x, call.topk_ids, call.topk_weights, call.out):
             cell.value = 0
-        call.num_tokens.value, call.stream.value = -1 - code, stream.cuda_stream
+        call.num_tokens.value = -1 - code
         call.launch()
 
     def _bind(self, bucket_idx: int, ids_are_int64: bool, weights: PreparedWeights) -> "Call":

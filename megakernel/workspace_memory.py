@@ -49,6 +49,7 @@ class WorkspaceMemory:
         self.heaps = torch.tensor(self._symmetric.addresses, dtype=torch.int64, device=group.device)
         self.post_mortem = PostMortem(self.num_launched)
         self._last_stream: torch.cuda.Stream | None = None
+        self._last_handle: int | None = None
 
     def region(self, name: str) -> torch.Tensor:
         """[launched, *shape] view of a region."""
@@ -59,16 +60,20 @@ class WorkspaceMemory:
         part = memory[:, first : first + region.num_bytes]
         return part.view(_DTYPES[region.dtype]).view(self.num_launched, *region.shape)
 
-    def enter(self, stream: torch.cuda.Stream) -> None:
-        """Before a launch on `stream`: it waits for the last launch's, if that was another one.
+    def enter(self) -> int:
+        """Before a launch on the current stream, whose handle it gives: that stream waits for the
+        last launch's, if that was another one.
 
         What a CUDA graph replays is ordered by whoever replays it.
         """
-        if torch.cuda.is_current_stream_capturing():
-            return
-        if self._last_stream not in (None, stream):
-            stream.wait_stream(self._last_stream)
-        self._last_stream = stream
+        # `torch.cuda.current_stream` makes an object, microseconds of every call.
+        handle = torch._C._cuda_getCurrentRawStream(self.group.device.index)
+        if handle != self._last_handle and not torch.cuda.is_current_stream_capturing():
+            stream = torch.cuda.current_stream(self.group.device)
+            if self._last_stream is not None:
+                stream.wait_stream(self._last_stream)
+            self._last_stream, self._last_handle = stream, handle
+        return handle
 
     def check(self, refusals: Sequence[str] = ()) -> None:
         """Raise what earlier launches have found, see `PostMortem.check`. Does not wait."""

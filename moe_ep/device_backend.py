@@ -13,6 +13,7 @@ from moe_ep.inputs import MoEInputs
 
 ALIGNMENT = 16  # bytes; kernels move token rows in vectors of that size
 ID_DTYPES = (torch.int32, torch.int64)
+_NOTHING = nullcontext()  # one for all calls: it holds nothing
 
 
 class DeviceBackend:
@@ -29,7 +30,7 @@ class DeviceBackend:
     finds_bad_ids = True
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self._device_index = device, device.index
         self.is_warm = False
 
     def load(self) -> None:
@@ -98,9 +99,8 @@ class DeviceBackend:
 
     def on_device(self) -> AbstractContextManager:
         """The layer's GPU made current; nothing, in no time, where it is already."""
-        if torch.cuda.current_device() == self.device.index:
-            return nullcontext()
-        return torch.cuda.device(self.device)
+        is_current = torch.cuda.current_device() == self._device_index
+        return _NOTHING if is_current else torch.cuda.device(self._device_index)
 
 
 def is_usable(tensor: torch.Tensor) -> bool:

@@ -21,7 +21,7 @@ from moe_ep.megakernel.combine_sm90 import Combine, CombineConfig, combine_build
 from moe_ep.megakernel.compile_cache import KernelBuild, compile_all
 from moe_ep.megakernel.formats import PreparedWeights, prepare
 from moe_ep.megakernel.grouped_gemm import GroupedGemm
-from moe_ep.megakernel.knobs import KNOB_TABLE, KernelKnobs
+from moe_ep.megakernel.knobs import KNOB_TABLE, KernelKnobs, usual_rows
 from moe_ep.megakernel.permute_sm90 import Permute, PermuteConfig, permute_build
 from moe_ep.megakernel.problem import MoEShape
 from moe_ep.prepared import prepare_weights
@@ -95,7 +95,8 @@ class GroupedExperts:
         which such numbers take."""
         limits = [r.max_rows for r in KNOB_TABLE if self.prepared.weights_format in r.formats]
         num_experts = self.prepared.num_local_experts
-        return sorted({int(min(limit * num_experts, max_rows)) for limit in limits})
+        rows = {int(min(usual_rows(limit) * num_experts, max_rows)) for limit in limits}
+        return sorted(rows - {0})
 
     def warmup(self) -> None:
         """Compile and load the GEMMs in every build of the knob table."""

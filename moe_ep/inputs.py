@@ -82,7 +82,11 @@ def check_tensor(
         allowed = " or ".join(str(dtype) for dtype in dtypes)
         raise MoEEpConfigError(f"{name} has dtype {tensor.dtype}; allowed: {allowed}")
     lengths = tensor.shape
-    if lengths != (shape if shape[0] is not None else (*lengths[:1], *shape[1:])):
+    if shape[0] is None and len(lengths):
+        fits = lengths == (lengths[0], *shape[1:])
+    else:
+        fits = lengths == shape
+    if not fits:
         allowed = ", ".join("any" if length is None else str(length) for length in shape)
         raise MoEEpConfigError(f"{name} has shape {list(lengths)}; allowed: [{allowed}]")
     if tensor.layout is not torch.strided:

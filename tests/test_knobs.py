@@ -1,8 +1,10 @@
 """The knob table and what a build may ask for. CPU, no kernel."""
 
+import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.megakernel.grouped_gemm import GemmSpec
@@ -12,6 +14,8 @@ from moe_ep.megakernel.knobs import (
     MAX_SMEM_BYTES,
     KernelKnobs,
     choose_knobs,
+    choose_routed_knobs,
+    usual_rows,
 )
 from moe_ep.megakernel.problem import WEIGHT_FORMATS, Activation
 
@@ -53,6 +57,25 @@ def test_every_row_of_the_table_can_be_reached_and_says_why():
     reached = {choose_knobs(n, r) for n in WEIGHT_FORMATS for r in range(1, 300)}
     assert reached == {row.knobs for row in KNOB_TABLE}
     assert all(row.reason for row in KNOB_TABLE)
+
+
+def test_nine_experts_in_ten_fit_one_tile_at_the_limit_of_a_build():
+    for row in KNOB_TABLE:
+        if math.isfinite(row.max_rows):
+            mean = usual_rows(row.max_rows)
+            assert mean + 1.5 * math.sqrt(mean) == pytest.approx(row.max_rows)
+    assert math.isinf(usual_rows(math.inf))
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_experts_that_a_router_fills_get_the_build_of_their_fullest(name):
+    for mean in (0.01, 1, 8, 20, 24, 25, 32, 52, 53, 64, 100, 128, 500):
+        assert choose_routed_knobs(name, mean) == choose_knobs(name, mean + 1.5 * math.sqrt(mean))
+    torch.manual_seed(0)
+    rows = torch.bincount(torch.rand(128, 32).topk(8).indices.flatten(), minlength=32)
+    fits = rows <= choose_routed_knobs("nvfp4", 32).max_tile_width
+    assert rows.float().mean() == 32 and fits.float().mean() >= 0.9
+    assert (rows <= choose_knobs("nvfp4", 32).max_tile_width).float().mean() < 0.7
 
 
 @pytest.mark.parametrize(
