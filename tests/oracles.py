@@ -130,3 +130,8 @@ def assert_same_values(got: np.ndarray, want: np.ndarray) -> None:
         f"{len(differs)} differ, first at {differs[0]}: {got[tuple(differs[0])]} "
         f"for {want[tuple(differs[0])]}"
     )
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """L2 norm of the difference over that of `want`, in FP64."""
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from oracles import relative_error
 
 from moe_ep import MoEInputs, MoEShape, MoEWeights
 from moe_ep.comm.errors import MoEEpConfigError
@@ -65,10 +66,6 @@ def make_shape(activation: str = "swiglu") -> MoEShape:
         intermediate=INTERMEDIATE,
         activation=activation,
     )
-
-
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return ((got.double() - want.double()).norm() / want.double().norm()).item()
 
 
 # Activations

@@ -8,23 +8,23 @@ trainer's own noise, BF16 against FP32.
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
 import transformers as hf
+from model_cases import NUM_EXPERTS, build_model
+from model_errors import oracle_fp64, recorded_calls
+from oracles import relative_error
 from torch.nn.utils import parametrize
 
-from moe_ep import MoEInputs
 from moe_ep.integrations.transformers import (
     experts_shape,
     experts_weights,
     replace_moe_layers,
 )
 from moe_ep.quantize import qdq
-from moe_ep.reference import moe_oracle_fp64
 
-NUM_EXPERTS, NUM_TOKENS = 8, 64
+NUM_TOKENS = 64
 
 
 def experts_of(model: hf.PreTrainedModel) -> dict[str, torch.nn.Module]:
@@ -46,23 +46,7 @@ class QdqMatrices(torch.nn.Module):
 
 @pytest.fixture(scope="module")
 def master() -> hf.PreTrainedModel:
-    torch.manual_seed(0)
-    config = hf.Qwen3MoeConfig(
-        vocab_size=256,
-        hidden_size=128,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_hidden_layers=2,
-        initializer_range=0.08,
-        moe_intermediate_size=64,
-        num_experts=NUM_EXPERTS,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-    )
-    model = hf.Qwen3MoeForCausalLM(config).bfloat16().eval()
-    model.set_experts_implementation("eager")
-    return model
+    return build_model("Qwen3-MoE")
 
 
 @pytest.fixture(scope="module")
@@ -98,39 +82,20 @@ def divergence(log_p: torch.Tensor, log_q: torch.Tensor) -> float:
     return (log_p.exp() * (log_p - log_q)).sum(dim=-1).mean().item()
 
 
-@contextmanager
-def recorded_calls(model: hf.PreTrainedModel) -> Iterator[dict[str, tuple]]:
-    """What every experts module was given: name -> (hidden states, ids, weights)."""
-    calls: dict[str, tuple] = {}
-    handles = [
-        experts.register_forward_pre_hook(
-            lambda _module, args, name=name: calls.__setitem__(name, args)
-        )
-        for name, experts in experts_of(model).items()
-    ]
-    yield calls
-    for handle in handles:
-        handle.remove()
-
-
-def relative(got: torch.Tensor, want: torch.Tensor) -> float:
-    return ((got.double() - want.double()).norm() / want.double().norm()).item()
-
-
 def test_experts_of_trainer_and_rollout_give_the_same_outputs(master, trainer, rollout, prompt):
-    with recorded_calls(trainer) as calls:
+    with recorded_calls(experts_of(trainer)) as calls:
         log_probabilities(trainer, prompt)
-    for name, (x, ids, topk_weights) in calls.items():
+    assert len(calls) == 2
+    for name, x, ids, topk_weights, _ in calls:
         weights = experts_weights(experts_of(master)[name]).quantize("nvfp4")
         shape = experts_shape(experts_of(master)[name])
-        inputs = MoEInputs(x, ids, topk_weights.float())
-        want = moe_oracle_fp64(inputs, weights, shape)
+        want = oracle_fp64(weights, shape, x, ids, topk_weights)
         with torch.no_grad(), parametrize.cached():
             trained = experts_of(trainer)[name](x, ids, topk_weights)
             served = experts_of(rollout)[name](x, ids, topk_weights)
-        assert relative(served, want) < 0.0032  # a term 0.0026, the output's rounding 0.0017
-        assert relative(served, want) < relative(trained, want) < 0.0085
-        assert relative(served, trained) < 0.0085
+        assert relative_error(served, want) < 0.0032  # a term 0.0026, the output's rounding 0.0017
+        assert relative_error(served, want) < relative_error(trained, want) < 0.0085
+        assert relative_error(served, trained) < 0.0085
 
 
 def test_token_distributions_differ_less_than_bf16_noise(master, trainer, rollout, prompt):

@@ -13,7 +13,7 @@ from checkpoint_files import PREFIX, SHAPE, Written, load, make, save
 from field_ranks import on
 from held_memory import held_bytes
 from layer_cases import make_inputs, make_weights, with_ids
-from oracles import unpack_e2m1
+from oracles import relative_error, unpack_e2m1
 
 from moe_ep import MoEEpLayer, MoEInputs, MoEWeights
 from moe_ep.comm.errors import MoEEpConfigError
@@ -26,10 +26,6 @@ INPUTS = make_inputs(SHAPE, 16, seed=0)
 
 def run(weights: MoEWeights, inputs: MoEInputs = INPUTS) -> torch.Tensor:
     return MoEEpLayer(SHAPE, weights, max_tokens_per_rank=32)(inputs)
-
-
-def relative_error(output: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((output.double() - expected.double()).norm() / expected.double().norm())
 
 
 def on_two_ranks_with_copies(rank: int, num_ranks: int) -> dict[str, bool]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from field_ranks import MAX_ERROR, S0, OneRank, assert_near, on, weights_of
 from layer_cases import gathered, make_inputs, make_weights, with_ids
+from oracles import relative_error
 
 from moe_ep import MoEInputs, MoEShape, MoEWeights, SplitConfig
 from moe_ep.comm.errors import MoEEpConfigError, MoEEpUnavailableError
@@ -19,10 +20,6 @@ from moe_ep.megakernel.problem import WEIGHT_FORMATS
 from moe_ep.reference import moe_oracle_fp64
 
 TWO = ("cpu2", "split2", "mega2", "split@2", "mega@2")
-
-
-def relative(got: torch.Tensor, want: torch.Tensor) -> float:
-    return ((got.double() - want.double()).norm() / want.double().norm()).item()
 
 
 def run(ranks, weights: MoEWeights, parts: list[MoEInputs], shape: MoEShape = S0) -> torch.Tensor:
@@ -36,7 +33,7 @@ def run(ranks, weights: MoEWeights, parts: list[MoEInputs], shape: MoEShape = S0
 def error_of(ranks, weights, parts, shape: MoEShape = S0, *, of: MoEWeights | None = None) -> float:
     """Relative to the FP64 oracle of the same weights, or of other ones."""
     exact = moe_oracle_fp64(gathered(parts), of or weights, shape)
-    return relative(run(ranks, weights, parts, shape), exact)
+    return relative_error(run(ranks, weights, parts, shape), exact)
 
 
 def scaled(weights: MoEWeights, name: str, values: dict[int, float]) -> MoEWeights:
@@ -218,7 +215,7 @@ def test_A44_small_parts_survive_a_large_one_in_any_slot(ranks):
         [replace(part, topk_ids=ids, topk_weights=w) for part in parts] for w in (heavy, first)
     )
     y = run(ranks, one_expert, alone, all_slots).double()
-    assert relative(run(ranks, one_expert, weighted, all_slots), 259.5 * y) < 0.004
+    assert relative_error(run(ranks, one_expert, weighted, all_slots), 259.5 * y) < 0.004
 
 
 A45_SHAPE = MoEShape(num_experts=64, top_k=8, hidden=1024, intermediate=256)
@@ -415,7 +412,7 @@ def test_A58_the_clamp_holds(ranks):
     for name in formats:
         weights = extreme if name == "bf16" else extreme.quantize(name)
         assert error_of(ranks, weights, parts, clamped) < MAX_ERROR
-    assert relative(run(ranks, extreme, parts, S0), exact) > 0.5
+    assert relative_error(run(ranks, extreme, parts, S0), exact) > 0.5
 
 
 @on("mega2")
