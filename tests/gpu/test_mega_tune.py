@@ -13,10 +13,12 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 from layer_cases import make_inputs, make_weights
 
 from moe_ep import MegaConfig, MoEEpLayer, MoEInputs
+from moe_ep.comm.group import EpGroup
 from moe_ep.config import MegaKernelConfig
 from moe_ep.launch import cli
 from moe_ep.launch.geometries import geometry
 from moe_ep.megakernel import compile_cache, tune
+from moe_ep.megakernel.mega_moe import MegaMoE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -67,11 +69,16 @@ def test_a_layer_tunes_at_warm_up_and_a_later_one_takes_what_was_found():
 
 def test_every_candidate_has_the_same_bits_and_the_command_keeps_one(tmp_path, capsys):
     table, inputs = make_layer(), on_gpu(CAPACITY)
+    tensors, held = tuple(vars(inputs).values()), table._backend.held
     expected = table.forward(inputs)
     for knobs in tune.candidates("nvfp4", SHAPE, CAPACITY, 1):
-        layer = make_layer(knobs)
-        assert torch.equal(layer.forward(inputs), expected), knobs
-        layer.destroy()
+        mega = MegaMoE(
+            *(EpGroup.single("cuda"), SHAPE, "nvfp4"), max_tokens_per_rank=CAPACITY, knobs=knobs
+        )
+        out = torch.empty_like(expected)
+        mega.forward(*tensors, held, out)
+        assert torch.equal(out, expected), knobs
+        mega.destroy()
     words = ["tune", "--geometry", "tiny", "--max-tokens-per-rank", str(CAPACITY), "--skew"]
     assert cli.main([*words, "--json", str(tmp_path / "tune.json")]) == 0
     assert "kept in" in capsys.readouterr().out
