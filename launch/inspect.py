@@ -16,16 +16,10 @@ import torch
 
 from moe_ep.arguments import check_int
 from moe_ep.backends import supports
-from moe_ep.checkpoint import (
-    Checkpoint,
-    check_tensors,
-    known_matrix,
-    layer_number,
-    meta_weights,
-    nearest_format,
-)
+from moe_ep.checkpoint import Checkpoint, check_tensors, layer_number, meta_weights
 from moe_ep.checkpoint_formats import CHECKPOINT_FORMATS, CheckpointFormat
 from moe_ep.checkpoint_layout import find_projections
+from moe_ep.checkpoint_names import known_matrix, nearest_format
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.launch.estimate import format_bytes
 from moe_ep.megakernel.problem import PARALLEL_MODES, MoEShape

@@ -4,8 +4,7 @@ import json
 import logging
 import os
 import re
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,14 @@ from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn
 from safetensors import SafetensorError, safe_open
 
 from moe_ep.arguments import check_device, check_kind
-from moe_ep.checkpoint_formats import (
-    CHECKPOINT_FORMATS,
-    FUSED_PROJECTIONS,
-    PROJECTIONS,
-    CheckpointFormat,
-    checkpoint_format,
-)
+from moe_ep.checkpoint_formats import CheckpointFormat, checkpoint_format
 from moe_ep.checkpoint_layout import (
     Expected,
     expected_tensors,
     find_projections,
     name_bad_scale,
 )
+from moe_ep.checkpoint_names import check_names
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.megakernel.problem import MoEShape
 from moe_ep.placement import ExpertMap, slots_shape
@@ -274,7 +268,7 @@ def check_tensors(
     try:
         projections = find_projections(fmt, names)
         expected = expected_tensors(fmt, form, num_experts, experts, projections)
-        _check_names(fmt, expected, names)
+        check_names(fmt, expected, names)
     except MoEEpConfigError as error:
         raise MoEEpConfigError(f"{prefix} in {checkpoint.path}: {error}") from None
     wanted = {f"{prefix}.{name}": tensor for name, tensor in expected.items() if tensor.pieces}
@@ -282,81 +276,6 @@ def check_tensors(
         if misfit := wanted[name].misfit(*checkpoint.header(name)):
             raise MoEEpConfigError(f"{name} {misfit}")
     return wanted
-
-
-def _check_names(fmt: CheckpointFormat, expected: Mapping[str, Expected], names: list[str]) -> None:
-    found = set(names)
-    missing = [n for n, t in expected.items() if not t.is_optional and n not in found]
-    extra = sorted(found - expected.keys())
-    if not missing and not extra:
-        return
-    wrong = ", ".join(_first(missing, "missing") + _first(extra, "not known"))
-    fitting = fitting_format(names)
-    other = f"; the names fit format {fitting!r}" if fitting not in (None, fmt.name) else ""
-    raise MoEEpConfigError(f"{wrong}; format {fmt.name!r} is {fmt.pattern}{other}")
-
-
-def _first(names: list[str], what: str) -> list[str]:
-    if not names:
-        return []
-    named = [f"{name} ({_expert(name)})" if _expert(name) else name for name in names[:_NUM_NAMED]]
-    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
-    return [f"{', '.join(named)}{more}: {what}"]
-
-
-def _expert(name: str) -> str:
-    expert = name.partition(".")[0]
-    return f"expert {expert}" if expert.isdecimal() else ""
-
-
-def fitting_format(names: list[str]) -> str | None:
-    """The format whose kinds of tensors are exactly those of `names`, if there is one."""
-    for fmt in CHECKPOINT_FORMATS.values():
-        needed = {part.suffix for part in fmt.parts if part.kind != "unused"}
-        unused = {part.suffix for part in fmt.parts if part.kind == "unused"}
-        if fmt.is_fused:
-            found = {name.removeprefix("gate_up_proj").removeprefix("down_proj") for name in names}
-        else:
-            found = {name.rpartition(".")[2] if name[:1].isdecimal() else name for name in names}
-        if found - unused == needed:
-            return fmt.name
-    return None
-
-
-def nearest_format(names: list[str]) -> str | None:
-    """The format with the fewest of `names` unknown to it and the fewest tensors missing beside
-    them; None if that is more than half of them."""
-    misfits = {fmt.name: _num_misfits(fmt, names) for fmt in CHECKPOINT_FORMATS.values()}
-    nearest = min(misfits, key=lambda fmt: (sum(misfits[fmt]), misfits[fmt]))
-    return nearest if 2 * sum(misfits[nearest]) <= len(names) else None
-
-
-def known_matrix(fmt: CheckpointFormat, name: str) -> str | None:
-    """The matrix, "5.up_proj" or "gate_up_proj", that a tensor of this name is a part of in `fmt`;
-    None if it is of none."""
-    suffixes = [part.suffix for part in fmt.parts]
-    if fmt.is_fused:
-        matrix = next((m for m in FUSED_PROJECTIONS if name.startswith(m)), None)
-        return matrix if matrix and name.removeprefix(matrix) in suffixes else None
-    matrix, _, suffix = name.rpartition(".")
-    expert, _, projection = matrix.partition(".")
-    is_matrix = expert.isdecimal() and any(projection in words for words in PROJECTIONS)
-    return matrix if is_matrix and suffix in suffixes else None
-
-
-def _num_misfits(fmt: CheckpointFormat, names: list[str]) -> tuple[int, int]:
-    """How many of the names the format does not know, how many it misses beside the others."""
-    found: dict[str | None, set[str]] = defaultdict(set)  # matrix -> its tensors
-    for name in names:
-        found[known_matrix(fmt, name)].add(name)
-    num_unknown = len(found.pop(None, ()))
-    needed = {part.suffix for part in fmt.parts if part.kind != "unused"}
-    dot = "" if fmt.is_fused else "."
-    return num_unknown, sum(
-        f"{matrix}{dot}{suffix}" not in known
-        for matrix, known in found.items()
-        for suffix in needed
-    )
 
 
 def meta_weights(

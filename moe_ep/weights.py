@@ -19,7 +19,7 @@ import torch
 
 from moe_ep.arguments import check_device, check_float_dtype, check_int, check_kind
 from moe_ep.comm.errors import MoEEpConfigError
-from moe_ep.megakernel.problem import PARALLEL_MODES, owned_experts, weight_format
+from moe_ep.megakernel.problem import PARALLEL_MODES, weight_format
 from moe_ep.quantize import (
     QuantizedTensor,
     QuantSpec,
@@ -29,6 +29,7 @@ from moe_ep.quantize import (
     unscaled,
 )
 from moe_ep.weight_checks import check_ownership, check_scales, check_tensors
+from moe_ep.weight_parts import ep_part, fresh, tp_part
 
 GLOBAL_SCALES = ("gate_scale", "up_scale", "down_scale")
 TENSOR_NAMES = ("w13", "w2", "w13_sf", "w2_sf", *GLOBAL_SCALES, "b13", "b2")
@@ -317,55 +318,11 @@ class MoEWeights:
             raise MoEEpConfigError(f"rank must be 0 to {num_ranks - 1}, got {rank}")
         if num_ranks == 1:
             return replace(self, parallel=parallel)
-        ids, cut = (
-            _ep_part(self, rank, num_ranks) if parallel == "ep" else _tp_part(self, rank, num_ranks)
-        )
+        part = ep_part if parallel == "ep" else tp_part
+        ids, cut = part(self, rank, num_ranks)
         return replace(
             self, **cut, expert_ids=tuple(ids), parallel=parallel, rank=rank, num_ranks=num_ranks
         )
-
-
-def _fresh(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy that holds no storage but its own."""
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _ep_part(
-    weights: MoEWeights, rank: int, num_ranks: int
-) -> tuple[range, dict[str, torch.Tensor]]:
-    ids = owned_experts(weights.num_experts, num_ranks, rank)
-    return ids, {name: _fresh(t[ids.start : ids.stop]) for name, t in weights.tensors.items()}
-
-
-def _tp_part(
-    weights: MoEWeights, rank: int, num_ranks: int
-) -> tuple[tuple[int, ...], dict[str, torch.Tensor | None]]:
-    fmt = weight_format(weights.weights_format)
-    block = max(1, fmt.sf_cols)
-    if weights.intermediate % (num_ranks * block):
-        blocks = f" into whole {fmt.name} scale blocks of {block}" if block > 1 else ""
-        raise MoEEpConfigError(
-            f"intermediate {weights.intermediate} does not divide over {num_ranks} tp ranks"
-            f"{blocks}; it must be a multiple of {num_ranks * block}"
-        )
-
-    def cut(tensor: torch.Tensor, dim: int, num_halves: int = 1) -> torch.Tensor:
-        halves = tensor.unflatten(dim, (num_halves, -1))
-        part = halves.shape[dim + 1] // num_ranks
-        rows = halves.narrow(dim + 1, rank * part, part)
-        return _fresh(rows).flatten(dim, dim + 1)
-
-    parts: dict[str, torch.Tensor | None] = {}
-    for name, tensor in weights.tensors.items():
-        if name in ("w13", "w13_sf", "b13"):
-            parts[name] = cut(tensor, 1, weights.num_halves)
-        elif name in ("w2", "w2_sf"):
-            parts[name] = cut(tensor, 2)
-        elif name == "b2":
-            parts[name] = _fresh(tensor) if rank == 0 else None
-        else:
-            parts[name] = _fresh(tensor)
-    return weights.expert_ids, parts
 
 
 def _quantized(weights: MoEWeights, weights_format: str) -> MoEWeights:
@@ -387,9 +344,9 @@ def _quantized(weights: MoEWeights, weights_format: str) -> MoEWeights:
                 quantize(matrix, spec, name=label, out=out, advance=advance)
     scales: dict[str, torch.Tensor] = {}
     if weights_format == "nvfp4":
-        scales = {"up_scale": _fresh(q13.global_scale[:, -1]), "down_scale": q2.global_scale}
+        scales = {"up_scale": fresh(q13.global_scale[:, -1]), "down_scale": q2.global_scale}
         if weights.is_gated:
-            scales["gate_scale"] = _fresh(q13.global_scale[:, 0])
+            scales["gate_scale"] = fresh(q13.global_scale[:, 0])
     return replace(
         weights,
         weights_format=weights_format,

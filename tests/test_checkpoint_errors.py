@@ -177,7 +177,7 @@ def test_a_missing_or_unknown_fused_tensor_is_named(tmp_path, fmt):
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_another_format_is_named(folders, fmt):
     other = "hf" if fmt != "hf" else "deepseek_fp8"
-    with pytest.raises(MoEEpConfigError, match=f"the names fit format '{fmt}'"):
+    with pytest.raises(MoEEpConfigError, match=f"the names are nearest to '{fmt}'"):
         load(folders[fmt], other)
 
 
