@@ -14,7 +14,6 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from moe_ep.comm import ptx
 from moe_ep.comm.device import arrive, int32_ptr
-from moe_ep.megakernel import schedule
 from moe_ep.megakernel.combine_sm90 import sum_slots
 from moe_ep.megakernel.dispatch import WARP_SIZE, Dispatch
 from moe_ep.megakernel.protocol import Phase
@@ -22,14 +21,17 @@ from moe_ep.megakernel.rank_view import RankInputs, RankView, Threads
 
 VECTOR_BYTES = 16
 VECTORS_PER_LINE = 8  # of L2
-SLOTS_IN_FLIGHT = 16  # terms of a thread, 16 bytes each
 
 
 @dataclass(frozen=True)
 class Combine:
-    """The phases for the layout of `dispatch`."""
+    """The phases for the layout of `dispatch`.
+
+    slots_in_flight   terms that a thread loads at once, 16 bytes each
+    """
 
     dispatch: Dispatch
+    slots_in_flight: int = 16
 
     @property
     def last_counter(self) -> int:
@@ -72,64 +74,83 @@ class Combine:
                 storage.alive.data_ptr().store(alive)
         threads.sync()
 
+    @property
+    def vectors_in_flight(self) -> int:
+        """16-byte vectors of one token that a thread sums at once."""
+        return max(1, self.slots_in_flight // self.dispatch.layout.top_k)
+
+    @property
+    def vectors_per_token(self) -> int:
+        return self.dispatch.layout.hidden // 8
+
+    @property
+    def units_per_token(self) -> int:
+        """A unit is what a warp sums at once: every `units_per_token`-th 32 vectors of a token."""
+        return -(-self.vectors_per_token // (WARP_SIZE * self.vectors_in_flight))
+
     @cute.jit
     def reduce(self, view: RankView, inputs: RankInputs, storage, threads: Threads):
-        """All threads: this CTA's part of the own tokens; none where a rank refused."""
-        layout = self.dispatch.layout
-        vectors_per_token = layout.hidden // 8
+        """All threads: this CTA's part of the own tokens; none where a rank refused.
+
+        Neighbouring units go to different CTAs, so that a few tokens are summed by many.
+        """
         num_tokens = (storage.token_base.data_ptr() + 1).load()  # own tokens are the first source
-        num_tokens = num_tokens * storage.alive.data_ptr().load()
-        num_vectors = num_tokens * vectors_per_token
-        first = view.cta * threads.num_threads + threads.idx
-        stride = view.num_ctas * threads.num_threads
-        num_in_flight = max(1, SLOTS_IN_FLIGHT // layout.top_k)
-        for base in range(first, num_vectors, stride * num_in_flight):
-            positions, loaded = [], []
-            for i in cutlass.range_constexpr(num_in_flight):
-                # Past the end the first vector is read again and not stored.
-                vector = base + i * stride
-                positions.append(vector)
-                vector = schedule.select(vector < num_vectors, vector, base)
-                loaded.append(self.load_terms(view, inputs, vector))
-            for i in cutlass.range_constexpr(num_in_flight):
-                if positions[i] < num_vectors:
-                    target = inputs.out + Int64(positions[i]) * VECTOR_BYTES
-                    ptx.st_global(target, sum_slots(*loaded[i]))
+        num_units = num_tokens * storage.alive.data_ptr().load() * self.units_per_token
+        stride = view.num_ctas * (threads.num_threads // WARP_SIZE)
+        for unit in range(self.first_unit(view, threads), num_units, stride):
+            token, vectors = self.find_unit(unit)
+            weights, is_used = self.load_weights(inputs, token)
+            loaded = [self.load_terms(view, token, vector) for vector in vectors]
+            row = inputs.out + Int64(token) * self.dispatch.row_bytes
+            for i in cutlass.range_constexpr(len(vectors)):
+                if vectors[i] < self.vectors_per_token:
+                    target = row + Int64(vectors[i]) * VECTOR_BYTES
+                    ptx.st_global(target, sum_slots(loaded[i], weights, is_used))
 
     @cute.jit
     def prefetch(self, view: RankView, inputs: RankInputs, storage, threads: Threads):
         """All threads, before `drain`: into L2 what `reduce` reads first. Weights have streamed
         through L2 since it was written."""
         layout = self.dispatch.layout
-        vectors_per_token = layout.hidden // 8
         num_tokens = (storage.token_base.data_ptr() + 1).load()
-        vector = view.cta * threads.num_threads + threads.idx
-        if vector < num_tokens * vectors_per_token:
-            token = vector // vectors_per_token
+        unit = self.first_unit(view, threads)
+        if unit < num_tokens * self.units_per_token:
+            token, vectors = self.find_unit(unit)
             first_slot = Int64(token * layout.top_k)
+            id_bytes = 8 if self.dispatch.ids_are_int64 else 4
             ptx.prefetch_l2(inputs.topk_weights + first_slot * 4)
-            ptx.prefetch_l2(
-                inputs.topk_ids + first_slot * (8 if self.dispatch.ids_are_int64 else 4)
-            )
-            if threads.idx % VECTORS_PER_LINE == 0:
-                terms = view.address("terms") + Int64(vector % vectors_per_token) * VECTOR_BYTES
-                for k in cutlass.range_constexpr(layout.top_k):
-                    ptx.prefetch_l2(terms + (first_slot + k) * self.dispatch.row_bytes)
+            ptx.prefetch_l2(inputs.topk_ids + first_slot * id_bytes)
+            if cute.arch.lane_idx() % VECTORS_PER_LINE == 0:
+                for vector in vectors:
+                    for k in cutlass.range_constexpr(layout.top_k):
+                        ptx.prefetch_l2(self.term_address(view, token, k, vector))
 
-    @cute.jit
-    def load_terms(self, view: RankView, inputs: RankInputs, vector: Int32):
-        """Eight columns of a token: terms, weights, and whether each slot has an expert."""
-        layout = self.dispatch.layout
-        vectors_per_token = layout.hidden // 8
-        token = vector // vectors_per_token
-        first_slot = token * layout.top_k
+    def first_unit(self, view: RankView, threads: Threads) -> Int32:
+        """Of the calling warp; the next one is all warps of all CTAs later."""
+        return threads.idx // WARP_SIZE * view.num_ctas + view.cta
+
+    def find_unit(self, unit: Int32):
+        """Token of a unit, and the lane's vectors of it; some may lie behind the token's last."""
+        first = unit % self.units_per_token * WARP_SIZE + cute.arch.lane_idx()
+        step = self.units_per_token * WARP_SIZE
+        vectors = [first + i * step for i in range(self.vectors_in_flight)]
+        return unit // self.units_per_token, vectors
+
+    def load_weights(self, inputs: RankInputs, token: Int32):
+        """Routing weights of a token's slots, and whether each has an expert."""
         weights = cute.make_ptr(Float32, inputs.topk_weights, cute.AddressSpace.gmem)
-        terms = view.address("terms") + Int64(vector % vectors_per_token) * VECTOR_BYTES
-        slot_terms, slot_weights, is_used = [], [], []
-        for k in cutlass.range_constexpr(layout.top_k):
-            slot = first_slot + k
-            slot_terms.append(ptx.ld_global_v4(terms + Int64(slot) * self.dispatch.row_bytes))
-            slot_weights.append((weights + slot).load())
-            expert = self.dispatch.load_id(inputs.topk_ids, slot)
-            is_used.append((expert >= 0) & (expert < self.dispatch.num_experts))
-        return slot_terms, slot_weights, is_used
+        slots = [token * self.dispatch.layout.top_k + k for k in range(self.dispatch.layout.top_k)]
+        experts = [self.dispatch.load_id(inputs.topk_ids, slot) for slot in slots]
+        num_experts = self.dispatch.num_experts
+        is_used = [(expert >= 0) & (expert < num_experts) for expert in experts]
+        return [(weights + slot).load() for slot in slots], is_used
+
+    def load_terms(self, view: RankView, token: Int32, vector: Int32):
+        """Eight columns of each slot's term; behind the end the last ones again."""
+        vector = cutlass.min(vector, self.vectors_per_token - 1)
+        slots = range(self.dispatch.layout.top_k)
+        return [ptx.ld_global_v4(self.term_address(view, token, k, vector)) for k in slots]
+
+    def term_address(self, view: RankView, token: Int32, slot: int, vector: Int32) -> Int64:
+        row = Int64(token * self.dispatch.layout.top_k + slot) * self.dispatch.row_bytes
+        return view.address("terms") + row + Int64(vector) * VECTOR_BYTES

@@ -358,17 +358,19 @@ class Dispatch:
                     first_row_of_token = cutlass.min(first_row_of_token, other)
             is_lead = Int32((source == view.rank) | (row == first_row_of_token))
             index = protocol.slot_index(source, token, lane % top_k, capacity, top_k)
-            meta = Int64(view.step) << 32 | Int64(index)
+            meta = Int64(view.step) << 32 | Int64(index) | Int64(is_lead) << 31
+            is_own = Int32(source == view.rank)
+            # An own token's row tells all that its pulling takes.
+            if (expert >= 0) & (is_own | (is_lead == 0)):
+                cute.arch.store(int64_ptr(src_meta) + row, meta, sem="relaxed", scope="gpu")
             if (lane < tokens_per_batch * top_k) & (base + lane // top_k < end):
                 (int32_ptr(pool_row) + index).store(row)
-            if (expert >= 0) & (is_lead == 0):
-                cute.arch.store(int64_ptr(src_meta) + row, meta, sem="relaxed", scope="gpu")
-            cute.arch.sync_warp()
-            if (expert >= 0) & (is_lead == 1):
-                # Whoever pulls the row relies on all that the warp has written for its token.
-                entry = int64_ptr(src_meta) + row
-                meta = meta | Int64(protocol.LEAD_BIT)
-                cute.arch.store(entry, meta, sem="release", scope="gpu")
+            if const_expr(self.layout.num_ranks > 1):
+                cute.arch.sync_warp()
+                if (expert >= 0) & (is_own == 0) & (is_lead == 1):
+                    # Whoever pulls the row relies on all that the warp has written for its token.
+                    entry = int64_ptr(src_meta) + row
+                    cute.arch.store(entry, meta, sem="release", scope="gpu")
 
     @cute.jit
     def find_batch(self, view, inputs, storage, base: Int32, end: Int32):
@@ -531,8 +533,8 @@ class Dispatch:
                 meta = low * has_route * alive
             # One lane may have given up before another.
             if cute.arch.vote_all_sync(meta < 0):
-                own_row, tile, address = self.find_rows(
-                    view, inputs, storage, lane, row, meta & protocol.SLOT_MASK
+                own_row, loaded, address = self.find_rows(
+                    view, inputs, lane, row, meta & protocol.SLOT_MASK
                 )
                 team = Threads(lane, WARP_SIZE, 0)
                 self.copy_row(view, address, own_row, Int32(0), team, LONE_ROW_LOADS)
@@ -540,6 +542,7 @@ class Dispatch:
                 cute.arch.fence_proxy("async.global")
                 cute.arch.sync_warp()
                 if own_row >= 0:
+                    tile, _ = self.tile_of(storage, self.local_expert(view, loaded), own_row)
                     count(view.counter(self.layout.counters.tokens_arrived + tile), 1)
             # Also for ptxas, which would take the warps for diverged in all that follows.
             threads.sync()
@@ -586,11 +589,14 @@ class Dispatch:
             while leads != 0:
                 lead = Int32(cute.arch.popc((leads & (0 - leads)) - 1))
                 leads = leads & (leads - 1)
-                next_row, next_tile, address = self.find_rows(
-                    *(view, inputs, storage, lane),
+                next_row, loaded, address = self.find_rows(
+                    *(view, inputs, lane),
                     cute.arch.shuffle_sync(row, lead),
                     cute.arch.shuffle_sync(meta, lead) & protocol.SLOT_MASK,
                 )
+                next_tile = Int32(0)
+                if next_row >= 0:
+                    next_tile, _ = self.tile_of(storage, self.local_expert(view, loaded), next_row)
                 self.publish(view, stored_row, stored_tile)
                 self.load_row(storage, buffers, address, num_loaded, lane)
                 if num_loaded > 0:
@@ -606,9 +612,9 @@ class Dispatch:
         self.publish(view, loaded_row, loaded_tile)
 
     @cute.jit
-    def find_rows(self, view, inputs, storage, lane: Int32, row: Int32, index: Int32):
-        """Pool row (or -1) and token tile of each lane for the token of a lead row, and its
-        address."""
+    def find_rows(self, view, inputs, lane: Int32, row: Int32, index: Int32):
+        """Pool row (or -1) of each lane for the token of a lead row, that slot's id as it was
+        loaded, and the token's address."""
         layout = self.layout
         source, token, slot = protocol.slot_source(index, layout.max_tokens_per_rank, layout.top_k)
         own_row = Int32(-1)
@@ -619,12 +625,8 @@ class Dispatch:
             slots = view.address("pool_row")
             own_row = (int32_ptr(slots) + (index - slot) + lane).load()
             slot = lane
-        tile = Int32(0)
-        if own_row >= 0:
-            slot_of_source = token * layout.top_k + slot
-            loaded = self.routed_id(view, inputs, source, slot_of_source)
-            tile, _ = self.tile_of(storage, self.local_expert(view, loaded), own_row)
-        return own_row, tile, self.token_address(view, inputs, source, token)
+        loaded = self.routed_id(view, inputs, source, token * layout.top_k + slot)
+        return own_row, loaded, self.token_address(view, inputs, source, token)
 
     @cute.jit
     def tile_of(self, storage, expert: Int32, row: Int32):

@@ -144,6 +144,13 @@ def _prefill(slices: int, widths: tuple[int, ...], stages: int) -> KernelKnobs:
 # FC1 + FC2 of 32 experts of 7168/2048 on one H200 that reads 4.3 TB/s, 2026-11-29.
 KNOB_TABLE = (
     KnobRow(
+        1,
+        FP4,
+        _decode(1, (8, 16), 9),
+        "one token: one slice cuts its experts into enough items for all CTAs, nine stages bridge "
+        "the end of FC1. The fused layer, T 1: 64.4 us, with two slices 66.3",
+    ),
+    KnobRow(
         32,
         FP4,
         _decode(2, (8, 16, 24, 32), 5),
@@ -151,24 +158,40 @@ KNOB_TABLE = (
         "one slice and 8 stages 197; 4 stages at 16 rows are equal",
     ),
     KnobRow(
+        48,
+        FP4,
+        _decode(2, (16, 24, 32, 40, 48), 4),
+        "memory and decoding in balance: narrow steps pay. The fused layer, T 128: 252 us, with "
+        "one slice of up to 64 columns 262, in steps of 16 271",
+    ),
+    KnobRow(
         64,
         FP4,
-        _decode(1, (16, 32, 48, 64), 6),
+        _decode(1, (32, 40, 48, 56, 64), 6),
         "two slices of 64 columns do not fit 112 registers, ptxas would serialise WGMMA; two "
         "warpgroups are slower. 64 rows 308 us, two warpgroups 355",
     ),
     KnobRow(
-        128,
+        160,
         FP4,
-        _prefill(2, (32, 64, 96, 128), 4),
-        "tensor bound: two slices share a token slab. 128 rows 497 us, with one slice 513; the one "
-        "width 128 alone is equal",
+        _prefill(2, (80, 112, 120, 128, 136, 144, 160), 3),
+        "tensor bound: two slices share a token slab, and an expert with a few rows more than "
+        "usual needs no second tile. The fused layer, T 512: 557 us, with one slice 580, up to "
+        "128 columns 662",
+    ),
+    KnobRow(
+        176,
+        FP4,
+        _prefill(2, (128, 136, 144, 160, 176), 3),
+        "the widest tile whose two slices fit 240 registers, 192 serialises. The fused layer takes "
+        "it for any more rows, too",
     ),
     KnobRow(
         NO_LIMIT,
         FP4,
         _prefill(1, (64, 128, 192, 256), 3),
-        "each weight is decoded once per 256 tokens. 256 rows 919 us, as two tiles of 128 972",
+        "each weight is decoded once per 256 tokens. 256 rows 919 us, as two tiles of 128 972. Row "
+        "buffers leave the fused layer no three stages of it",
     ),
     KnobRow(
         32,

@@ -19,6 +19,8 @@ stage of the ring (128-byte swizzle, 8 rows x 64 columns an atom):
     tokens    [2 halves of K][max_tile_width rows][64] BF16
 """
 
+import math
+
 import cutlass
 import cutlass.utils.hopper_helpers as sm90_helpers
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, cute
@@ -31,9 +33,10 @@ from moe_ep.megakernel.schedule import TOKEN_STEP
 
 # Columns of one token box: 128 bytes, the width of the swizzle.
 BOX_COLS = 64
-BOX_ROWS = 32
+BOX_ROWS = 32  # of the larger of two boxes, where they divide the widest tile
 # Widest token tile whose two slices leave registers for a whole slab's operand.
 HALF_WAIT_WIDTH = 32
+BYTES_PER_NS = 32  # of memory, a CTA's share: 132 of them read 4.2 TB/s
 BOX_STEP_BYTES = TOKEN_STEP * TILE_COLS * 2  # both halves of K, 8 rows
 
 
@@ -50,7 +53,7 @@ class MainloopSm90:
         self.tile_words = self.fmt.tile_bytes // 4
         self.slice_bytes = self.num_warpgroups * self.fmt.tile_bytes
         self.stage_words = self.slices_per_item * self.slice_bytes // 4
-        self.box_rows = BOX_ROWS if self.max_width % BOX_ROWS == 0 else TOKEN_STEP
+        self.box_rows = math.gcd(self.max_width, BOX_ROWS)
         # fp8_block: every slab's sum is scaled in FP32 before it is added.
         self.scales_partial_sums = self.fmt.num_tile_sf > 0
 
@@ -126,9 +129,11 @@ class MainloopSm90:
         phase: Int32,
         first_slab: Int32 = 0,
         end_slab: Int32 | None = None,
+        is_paced: cutlass.Constexpr = False,
     ):
         """Weight warp: stream one item's slabs, all or some. `matrix` is the expert's prepared
-        matrix."""
+        matrix. Paced: ask for them no faster than memory delivers, so that what others ask for
+        meanwhile does not queue up behind a whole ring."""
         source = self.slice_address(matrix, first_slice, num_slabs)
         second = source
         if const_expr(self.slices_per_item == 2):
@@ -140,8 +145,14 @@ class MainloopSm90:
         slabs = Int32(num_slabs if const_expr(end_slab is None) else end_slab) - first_slab
         if num_slices == 0:
             slabs = Int32(0)
-        for _ in cutlass.range(slabs, unroll=1):
+        start = Int64(0)
+        if const_expr(is_paced):
+            start = Int64(cute.arch.globaltimer())
+        for i in cutlass.range(slabs, unroll=1):
             cute.arch.mbarrier_wait(bars + self.stages + stage, phase)
+            if const_expr(is_paced):
+                while cute.arch.globaltimer() - start < Int64(i * (num_bytes // BYTES_PER_NS)):
+                    pass
             with cute.arch.elect_one():
                 full = (bars + stage).toint()
                 target = ring + stage * (4 * self.stage_words)

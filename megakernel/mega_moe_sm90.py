@@ -89,7 +89,8 @@ class MegaMoESm90:
         self.fc1, self.fc2 = spec.fc1, spec.fc2
         self.mainloop = MainloopSm90(spec.weights_format, spec.knobs)
         self.dispatch = Dispatch(spec.layout, spec.num_experts, spec.ids_are_int64)
-        self.combine = Combine(self.dispatch)
+        slots_in_flight = 32 if spec.knobs.math_registers > 128 else 16
+        self.combine = Combine(self.dispatch, slots_in_flight)
         self.combine_tp = CombineTp(self.dispatch)
         self.epilogues = tuple(
             EpilogueSm90(
@@ -412,6 +413,7 @@ class MegaMoESm90:
         stage, phase = Int32(0), Int32(1)
         record, record_phase = Int32(0), Int32(1)
         position = Int32(view.cta)
+        is_first = Int32(1)
         while position < num_listed:
             gemm = Int32(position >= fc1_listed)
             item, part = schedule.listed_item(
@@ -429,9 +431,18 @@ class MegaMoESm90:
                 matrix = weights[1] + Int64(expert) * self.fc2.expert_bytes
                 slabs = Int32(self.fc2_slabs)
             most = cutlass.max(slabs - SLABS_AHEAD, Int32(0))
+            begun = Int32(0)
+            if is_first == 1:
+                # Tokens are on their way through the same memory.
+                begun = cutlass.min(most, self.knobs.stages)
+                stage, phase = self.mainloop.load_weights(
+                    bars, shared.weights.data_ptr(), matrix, first_slice, num_slices, slabs, stage,
+                    phase, 0, begun, is_paced=True,
+                )  # fmt: skip
+            is_first = Int32(0)
             stage, phase = self.mainloop.load_weights(
                 bars, shared.weights.data_ptr(), matrix, first_slice, num_slices, slabs, stage,
-                phase, 0, most,
+                phase, begun, most,
             )  # fmt: skip
             # The next position is on its way while the rest streams, and not earlier: it goes to
             # the CTA that needs it first.

@@ -130,7 +130,7 @@ def test_it_lists_the_mega_kernels_that_a_layer_loads(num_ranks, monkeypatch):
     builds = compile_command.mega_builds(
         shape, "nvfp4", max_tokens_per_rank=8192, num_ranks=num_ranks
     )
-    assert len(builds) == 6  # three builds, int32 and int64 ids
+    assert len(builds) == 2 * len(layer_without.buckets) >= 6  # int32 and int64 ids
     symbols = {build.symbol for build in builds}
     assert symbols == {build.symbol for build in layer_without.kernel_builds()}
     assert symbols.isdisjoint(build.symbol for build in layer.kernel_builds())
