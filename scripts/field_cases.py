@@ -35,7 +35,7 @@ FOLDER = "tests/field"
 ALONE = ("test_perf.py",)  # files that time something
 START_LIMIT_S = 120.0  # of a child, until its first case
 LOST_CONTEXT = 3  # exit code of a child that cannot use its GPU any more
-CASES_OF_A_CHILD = 5
+CASES_OF_A_CHILD = 8
 NUM_ROWS = 92
 # Kinds of the list, their rows, and what they are about: lines of the README's table.
 KINDS = {
