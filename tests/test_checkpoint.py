@@ -168,6 +168,16 @@ def test_gate_and_up_keep_different_global_scales(folders):
     assert not torch.equal(weights.gate_scale, weights.up_scale)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_alone_shows_progress_and_leaves_stdout_alone(folders, capsys, monkeypatch, rank):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    monkeypatch.setitem(moe_ep.load.__globals__, "_PROGRESS_BYTES", 0)
+    load(folders["hf"], "hf", rank=rank, num_ranks=2)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert (f"loading {PREFIX}" in printed.err) == (rank == 0)
+
+
 def test_peak_memory_is_the_rank_s_part_and_one_tensor(tmp_path):
     """Resident memory, mapped pages of the file included, sampled while half is loaded."""
     shape = MoEShape(num_experts=32, top_k=2, hidden=2048, intermediate=1024)  # 384 MiB
