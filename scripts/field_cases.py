@@ -211,10 +211,11 @@ class Run:
                 self.add(reader.running, "not run" if is_late else outcome, seconds, output)
                 advance()
             left = [node for node in nodes if node not in self.outcomes]
-            if left == nodes:  # none started: the file does not import, say
-                for node in left:
+            if left == nodes and time.monotonic() < self.deadline:
+                for node in left:  # none started: the file does not import, say
                     self.add(node, "crashed", 0.0, output)
-            nodes = [] if left == nodes else left
+                left = []
+            nodes = left
 
     def child(self, words: list[str], read: Callable[[dict], float]) -> tuple[list[dict], str]:
         """Run pytest in a process; `read` takes each line of its record and says how many seconds
