@@ -287,10 +287,13 @@ def refused_on_rank_1(rank: int, _num_ranks: int) -> list[str]:
         with pytest.raises(MoEEpConfigError) as refusal:
             replace_moe_layers(model, max_tokens_per_rank=64, weights_format="mxfp8")
         raised.append(str(refusal.value))
-    other = build_model("Mixtral" if rank == 0 else "Qwen3-MoE")  # of the same sizes
-    with pytest.raises(MoEEpConfigError) as refusal:
-        replace_moe_layers(other, max_tokens_per_rank=64)
-    raised.append(str(refusal.value))
+    deeper = build_model("Mixtral").config
+    deeper.num_hidden_layers = 3
+    for other in (build_model("Qwen3-MoE"), hf.MixtralForCausalLM(deeper).to(torch.bfloat16)):
+        model = other if rank == 1 else build_model("Mixtral")  # of the same sizes
+        with pytest.raises(MoEEpConfigError) as refusal:
+            replace_moe_layers(model, max_tokens_per_rank=64)
+        raised.append(str(refusal.value))
     replace_moe_layers(build_model("Mixtral"), max_tokens_per_rank=64, weights_format="mxfp8")
     return raised
 
@@ -306,6 +309,7 @@ def test_what_one_rank_refuses_all_raise_at_once():
         assert "layers.0.mlp.experts: down matrix of expert 7 holds NaN or Inf" in raised[0]
         assert "is torch.float32; allowed: torch.bfloat16" in raised[1]
         assert "model is Qwen3MoeForCausalLM, rank 0 has MixtralForCausalLM" in raised[2]
+        assert "experts_modules is 3, rank 0 has 2" in raised[3]
 
 
 def test_count_flips_ignores_the_order_of_the_slots():

@@ -94,8 +94,7 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
     has experts of another family.
     """
     known = ", ".join(entry.family for entry in KNOWN_MODELS.values())
-    # `is_concatenated` is what transformers' experts decorator puts on every experts module.
-    experts = {name: mod for name, mod in model.named_modules() if hasattr(mod, "is_concatenated")}
+    experts = _experts_modules(model)
     unknown = {type(mod).__name__ for mod in experts.values()} - KNOWN_MODELS.keys()
     if unknown:
         raise MoEEpConfigError(
@@ -108,6 +107,11 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
             f"known models: {known}"
         )
     return experts
+
+
+def _experts_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Those with the attribute that transformers' experts decorator puts on every one."""
+    return {name: mod for name, mod in model.named_modules() if hasattr(mod, "is_concatenated")}
 
 
 def experts_shape(experts: nn.Module) -> MoEShape:
@@ -242,7 +246,7 @@ def replace_moe_layers(
         group,
         partial(_replaceable_shapes, model, weights_format),
         model=type(model).__name__,
-        num_hidden_layers=model.config.get_text_config().num_hidden_layers,
+        experts_modules=len(_experts_modules(model)),
     )
     layers = {}
     for name, shape in shapes.items():
