@@ -132,21 +132,19 @@ def test_A27_the_counts_of_every_expert_are_those_of_the_ids(ranks):
 
 
 def counts_of_pool(mega, parts: list[MoEInputs]) -> torch.Tensor:
-    """Rows of each expert, by where the ranks' pools say that every slot's row lies."""
-    num_ranks = len(parts)
-    ids = torch.full((num_ranks, 32, 2), -1)
+    """Rows of each expert, by which slot each row of the ranks' pools says that it holds."""
+    from moe_ep.megakernel.protocol import SLOT_MASK
+
+    ids = torch.full((len(parts), 32, 2), -1)
     for rank, part in enumerate(parts):
         ids[rank, : part.num_tokens] = part.topk_ids
-    pool_row = mega.memory.region("pool_row").view(num_ranks, num_ranks, 32, 2).cpu()
-    counts = torch.zeros(8, dtype=torch.long)
-    for owner in range(num_ranks):
-        used = torch.zeros(num_ranks, 32, 2, dtype=torch.bool)
-        for rank, part in enumerate(parts):
-            used[rank, : part.num_tokens] = pool_row[owner, rank, : part.num_tokens] >= 0
-        counts += torch.bincount(ids[used], minlength=8)
-        rows = pool_row[owner][used]
-        assert len(rows.unique()) == len(rows), "two slots share a pool row"
-    return counts
+    step = int(mega.memory.region("step")[0])
+    meta = mega.memory.region("src_meta").cpu().flatten()
+    slots = meta[meta >> 32 == step] & SLOT_MASK
+    assert len(slots.unique()) == len(slots), "two pool rows hold one slot"
+    held = ids.flatten()[slots]
+    assert (held >= 0).all(), "a pool row holds a masked slot"
+    return torch.bincount(held, minlength=8)
 
 
 @on(*FOUR)
