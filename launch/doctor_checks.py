@@ -4,7 +4,7 @@
     1     virtual ranks   tokens to experts and terms back over four ranks of one launch; a rank
                           that never comes, which must be named in time; then the first again
     2     peers           a flag to and fro; tokens and terms through each other's memory
-    2     NCCL-EP         dispatch and combine in both modes
+    1, 2  NCCL-EP         dispatch and combine in both modes
 
 Each check has processes of its own, so that one that crashes or hangs is a line of the report.
 """
@@ -32,12 +32,17 @@ CHECK_TIMEOUT_S = 300.0  # of one check, compiling included
 
 @dataclass(frozen=True)
 class Check:
-    """`worker(rank, num_ranks)` returns what was seen, one line, or raises."""
+    """`worker(rank, num_ranks)` returns what was seen, one line, or raises.
+
+    least, most   ranks, a GPU each; as many as there are GPUs
+    misfit        why it cannot run on this machine, whatever its GPUs, or None
+    """
 
     name: str
-    num_ranks: int
     worker: Callable[[int, int], str]
     misfit: Callable[[], str | None] = lambda: None
+    least: int = 1
+    most: int = 1
 
 
 @dataclass(frozen=True)
@@ -57,21 +62,19 @@ def run_checks(say: Callable[[str], None]) -> list[Outcome]:
     outcomes = []
     for check in CHECKS:
         reason = check.misfit()
-        if num_gpus < check.num_ranks:
-            reason = f"needs {check.num_ranks} GPUs, found {num_gpus}"
+        if num_gpus < check.least:
+            reason = f"needs {check.least} GPUs, found {num_gpus}"
         if reason is None:
             say(f"checking {check.name}; at most {CHECK_TIMEOUT_S:.0f} s")
-            outcomes.append(run_check(check))
+            outcomes.append(run_check(check, min(num_gpus, check.most)))
         else:
             outcomes.append(Outcome(check.name, None, reason))
     return outcomes
 
 
-def run_check(check: Check, device: str = "cuda") -> Outcome:
+def run_check(check: Check, num_ranks: int = 1, device: str = "cuda") -> Outcome:
     try:
-        seen, *_ = spawn.run(
-            check.worker, check.num_ranks, device=device, timeout_s=CHECK_TIMEOUT_S
-        )
+        seen, *_ = spawn.run(check.worker, num_ranks, device=device, timeout_s=CHECK_TIMEOUT_S)
     except Exception as error:  # whatever it is, it is what this machine does
         return Outcome(check.name, False, f"{type(error).__name__}: {error}")
     return Outcome(check.name, True, seen)
@@ -147,13 +150,13 @@ def try_nccl_ep(rank: int, num_ranks: int) -> str:
         torch.cuda.synchronize()
         transport.destroy()
         require_equal(out_TH, expected_TH, f"NCCL-EP {mode}")
-    return f"values right in modes {' and '.join(NCCL_EP_LAYOUTS)}"
+    return f"values right over {num_ranks} ranks in modes {' and '.join(NCCL_EP_LAYOUTS)}"
 
 
 CHECKS = (
-    Check("virtual ranks", 1, try_virtual_ranks, kernels_misfit),
-    Check("peers", 2, try_peers, kernels_misfit),
-    Check("NCCL-EP", 2, try_nccl_ep, library_misfit),
+    Check("virtual ranks", try_virtual_ranks, kernels_misfit),
+    Check("peers", try_peers, kernels_misfit, least=2, most=2),
+    Check("NCCL-EP", try_nccl_ep, library_misfit, most=2),
 )
 
 

@@ -99,7 +99,7 @@ def test_a_check_that_fails_or_dies_is_a_line_of_the_report(
 ) -> None:
     workers = (sees_its_rank, has_wrong_values, dies)
     outcomes = [
-        doctor_checks.run_check(doctor_checks.Check(worker.__name__, 1, worker), "cpu")
+        doctor_checks.run_check(doctor_checks.Check(worker.__name__, worker), device="cpu")
         for worker in workers
     ]
     assert [outcome.ok for outcome in outcomes] == [True, False, False]
