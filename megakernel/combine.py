@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Int32, Int64, const_expr
 
 from moe_ep.comm import ptx
 from moe_ep.comm.device import arrive, int32_ptr
@@ -18,6 +18,7 @@ from moe_ep.megakernel.combine_sm90 import sum_slots
 from moe_ep.megakernel.dispatch import WARP_SIZE, Dispatch
 from moe_ep.megakernel.protocol import Phase
 from moe_ep.megakernel.rank_view import RankInputs, RankView, Threads
+from moe_ep.megakernel.routing import float32_ptr
 
 VECTOR_BYTES = 16
 VECTORS_PER_LINE = 8  # of L2
@@ -117,7 +118,7 @@ class Combine:
         if unit < num_tokens * self.units_per_token:
             token, vectors = self.find_unit(unit)
             first_slot = Int64(token * layout.top_k)
-            id_bytes = 8 if self.dispatch.ids_are_int64 else 4
+            id_bytes = self.dispatch.routing.id_bytes
             ptx.prefetch_l2(inputs.topk_weights + first_slot * 4)
             ptx.prefetch_l2(inputs.topk_ids + first_slot * id_bytes)
             if cute.arch.lane_idx() % VECTORS_PER_LINE == 0:
@@ -138,11 +139,11 @@ class Combine:
 
     def load_weights(self, inputs: RankInputs, token: Int32):
         """Routing weights of a token's slots, and whether each has an expert."""
-        weights = cute.make_ptr(Float32, inputs.topk_weights, cute.AddressSpace.gmem)
-        slots = [token * self.dispatch.layout.top_k + k for k in range(self.dispatch.layout.top_k)]
-        experts = [self.dispatch.load_id(inputs.topk_ids, slot) for slot in slots]
-        num_experts = self.dispatch.num_experts
-        is_used = [(expert >= 0) & (expert < num_experts) for expert in experts]
+        routing, top_k = self.dispatch.routing, self.dispatch.layout.top_k
+        weights = float32_ptr(inputs.topk_weights)
+        slots = [token * top_k + k for k in range(top_k)]
+        experts = [routing.load_id(inputs.topk_ids, slot) for slot in slots]
+        is_used = [(expert >= 0) & (expert < routing.num_experts) for expert in experts]
         return [(weights + slot).load() for slot in slots], is_used
 
     def load_terms(self, view: RankView, token: Int32, vector: Int32):

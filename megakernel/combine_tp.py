@@ -78,9 +78,9 @@ class CombineTp:
             loaded = []
             for k in slots:
                 slot = token * layout.top_k + k
-                expert = dispatch.routed_id(view, inputs, source, slot)
-                is_used = (expert >= 0) & (expert < dispatch.num_experts)
-                weight = dispatch.routed_weight(view, inputs, source, slot)
+                expert = dispatch.routing.routed_id(view, inputs, source, slot)
+                is_used = (expert >= 0) & (expert < dispatch.routing.num_experts)
+                weight = dispatch.routing.routed_weight(view, inputs, source, slot)
                 loaded.append((ptx.ld_global_v4(terms + k * self.row_bytes), weight, is_used))
             for words, weight, is_used in loaded:
                 for i in range(VECTOR_COLUMNS):

@@ -6,7 +6,7 @@
     scan    all routes to this rank's experts: rows, first_row, first_tile, order in shared memory
     bring   tokens into the pool, by whole rows. Either
             bring_few   few tokens to a CTA: all threads copy them, source -> registers -> pool; or
-            bring_many  one warp: first `place`, the own share of tokens into src_meta and pool_row,
+            bring_many  one warp: first `place`, the own share of slots into src_meta and pool_row,
                         then `pull`, pool rows in their order, source -> shared memory -> pool
             bring_first before that, each of the other warps the first row that it can find
 
@@ -19,14 +19,14 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Int32, Int64, Uint32, const_expr
 
 from moe_ep.comm import ptx
 from moe_ep.comm.device import arrive, count, int32_ptr, int64_ptr, signal_peers
-from moe_ep.comm.post_mortem import FIELDS
 from moe_ep.megakernel import protocol, schedule
 from moe_ep.megakernel.protocol import WARP_SIZE, Phase
 from moe_ep.megakernel.rank_view import RankInputs, RankView, Threads
+from moe_ep.megakernel.routing import Routing, float32_ptr
 from moe_ep.megakernel.workspace import Workspace
 
 FULL_MASK = 0xFFFFFFFF
@@ -41,16 +41,17 @@ NO_ROW = 2**31 - 1
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The phases for one layout.
+    """The phases for the layout of `routing`.
 
-    num_experts  E over all ranks
     most_few     tokens of a CTA that its threads bring at once
     """
 
-    layout: Workspace
-    num_experts: int
-    ids_are_int64: bool
+    routing: Routing
     most_few: int = MOST_FEW_TOKENS
+
+    @property
+    def layout(self) -> Workspace:
+        return self.routing.layout
 
     @property
     def row_bytes(self) -> int:
@@ -112,11 +113,11 @@ class Dispatch:
     @cute.jit
     def stage_routing(self, view, inputs, threads: Threads, peer: Int32, num_tokens: Int32):
         """All threads: ids and number of tokens of this rank to one peer, who is told."""
-        ids = int32_ptr(view.peer_address(peer, "ids") + self.ids_offset(view.rank))
+        ids = int32_ptr(view.peer_address(peer, "ids") + self.routing.ids_offset(view.rank))
         for index in range(threads.idx, num_tokens * self.layout.top_k, threads.num_threads):
-            loaded = self.load_id(inputs.topk_ids, index)
-            self.note_bad_id(view, index, loaded)
-            (ids + index).store(self.known_expert(loaded))
+            loaded = self.routing.load_id(inputs.topk_ids, index)
+            self.routing.note_bad_id(view, index, loaded)
+            (ids + index).store(self.routing.known_expert(loaded))
         if const_expr(self.layout.is_tp):
             self.stage_weights(view, inputs, threads, peer, num_tokens)
         threads.sync()
@@ -128,7 +129,8 @@ class Dispatch:
     @cute.jit
     def stage_weights(self, view, inputs, threads: Threads, peer: Int32, num_tokens: Int32):
         """All threads: routing weights of this rank to one peer."""
-        weights = float32_ptr(view.peer_address(peer, "weights") + self.ids_offset(view.rank))
+        weights = view.peer_address(peer, "weights") + self.routing.ids_offset(view.rank)
+        weights = float32_ptr(weights)
         own = float32_ptr(inputs.topk_weights)
         for index in range(threads.idx, num_tokens * self.layout.top_k, threads.num_threads):
             (weights + index).store((own + index).load())
@@ -219,7 +221,7 @@ class Dispatch:
                 source = protocol.source_rank(view.rank, first + lane, ranks)
                 num_tokens = self.token_count(view, inputs, source)
                 if num_tokens < 0:
-                    self.note(view, "status", num_tokens, "status_rank", source)
+                    self.routing.note(view, "status", num_tokens, "status_rank", source)
             is_on = is_on & Int32(cute.arch.vote_all_sync(num_tokens >= 0))
             counts.append(num_tokens)
         base = Int32(0)
@@ -267,10 +269,10 @@ class Dispatch:
             for i in cutlass.range_constexpr(NUM_LOADS_IN_FLIGHT):
                 # Past the end the last slot is read again and not counted.
                 index = cutlass.min(base + i * team.num_threads, num_slots - 1)
-                loaded.append(self.routed_id(view, inputs, source, index))
+                loaded.append(self.routing.routed_id(view, inputs, source, index))
             for i in cutlass.range_constexpr(NUM_LOADS_IN_FLIGHT):
                 index = base + i * team.num_threads
-                expert = self.local_expert(view, loaded[i])
+                expert = self.routing.local_expert(view, loaded[i])
                 if (expert >= 0) & (index < num_slots):
                     _add(storage.rows.data_ptr() + expert, Int32(1))
                     if index < own_slot:
@@ -349,28 +351,29 @@ class Dispatch:
                 view, inputs, storage, base, end
             )
             self.move_on(storage, expert, row, same_expert)
-            first_row_of_token = row
-            if expert < 0:
-                first_row_of_token = Int32(NO_ROW)
-            for k in cutlass.range_constexpr(top_k):
-                other = cute.arch.shuffle_sync(row, lane // top_k * top_k + k)
-                if other >= 0:
-                    first_row_of_token = cutlass.min(first_row_of_token, other)
-            is_lead = Int32((source == view.rank) | (row == first_row_of_token))
+            is_lead = Int32(1)
+            if const_expr(self.layout.num_ranks > 1):
+                first_row_of_token = row
+                if expert < 0:
+                    first_row_of_token = Int32(NO_ROW)
+                for k in cutlass.range_constexpr(top_k):
+                    other = cute.arch.shuffle_sync(row, lane // top_k * top_k + k)
+                    if other >= 0:
+                        first_row_of_token = cutlass.min(first_row_of_token, other)
+                is_lead = Int32((source == view.rank) | (row == first_row_of_token))
             index = protocol.slot_index(source, token, lane % top_k, capacity, top_k)
             meta = Int64(view.step) << 32 | Int64(index) | Int64(is_lead) << 31
-            is_own = Int32(source == view.rank)
-            # An own token's row tells all that its pulling takes.
-            if (expert >= 0) & (is_own | (is_lead == 0)):
-                cute.arch.store(int64_ptr(src_meta) + row, meta, sem="relaxed", scope="gpu")
-            if (lane < tokens_per_batch * top_k) & (base + lane // top_k < end):
-                (int32_ptr(pool_row) + index).store(row)
+            entry = int64_ptr(src_meta) + row
             if const_expr(self.layout.num_ranks > 1):
+                if (lane < tokens_per_batch * top_k) & (base + lane // top_k < end):
+                    (int32_ptr(pool_row) + index).store(row)
+                if (expert >= 0) & (is_lead == 0):
+                    cute.arch.store(entry, meta, sem="relaxed", scope="gpu")
                 cute.arch.sync_warp()
-                if (expert >= 0) & (is_own == 0) & (is_lead == 1):
-                    # Whoever pulls the row relies on all that the warp has written for its token.
-                    entry = int64_ptr(src_meta) + row
-                    cute.arch.store(entry, meta, sem="release", scope="gpu")
+            if (expert >= 0) & (is_lead == 1):
+                # Whoever pulls the row relies on all that the warp has written for its token; of
+                # an own one that is the row's entry alone.
+                cute.arch.store(entry, meta, sem="release", scope="gpu")
 
     @cute.jit
     def find_batch(self, view, inputs, storage, base: Int32, end: Int32):
@@ -383,11 +386,11 @@ class Dispatch:
         # A lane without a slot reads one of the first token.
         source, token = self.find_source(view, storage, schedule.select(is_slot, token, base))
         index = token * top_k + lane % top_k
-        loaded = self.routed_id(view, inputs, source, index)
-        expert = self.local_expert(view, loaded)
+        loaded = self.routing.routed_id(view, inputs, source, index)
+        expert = self.routing.local_expert(view, loaded)
         if is_slot:
             if const_expr(self.layout.num_ranks == 1):
-                self.note_bad_id(view, index, loaded)
+                self.routing.note_bad_id(view, index, loaded)
         else:
             expert = Int32(-1)
         same_expert = cute.arch.match_sync(FULL_MASK, expert)
@@ -542,7 +545,8 @@ class Dispatch:
                 cute.arch.fence_proxy("async.global")
                 cute.arch.sync_warp()
                 if own_row >= 0:
-                    tile, _ = self.tile_of(storage, self.local_expert(view, loaded), own_row)
+                    expert = self.routing.local_expert(view, loaded)
+                    tile, _ = self.tile_of(storage, expert, own_row)
                     count(view.counter(self.layout.counters.tokens_arrived + tile), 1)
             # Also for ptxas, which would take the warps for diverged in all that follows.
             threads.sync()
@@ -596,7 +600,8 @@ class Dispatch:
                 )
                 next_tile = Int32(0)
                 if next_row >= 0:
-                    next_tile, _ = self.tile_of(storage, self.local_expert(view, loaded), next_row)
+                    expert = self.routing.local_expert(view, loaded)
+                    next_tile, _ = self.tile_of(storage, expert, next_row)
                 self.publish(view, stored_row, stored_tile)
                 self.load_row(storage, buffers, address, num_loaded, lane)
                 if num_loaded > 0:
@@ -625,7 +630,7 @@ class Dispatch:
             slots = view.address("pool_row")
             own_row = (int32_ptr(slots) + (index - slot) + lane).load()
             slot = lane
-        loaded = self.routed_id(view, inputs, source, token * layout.top_k + slot)
+        loaded = self.routing.routed_id(view, inputs, source, token * layout.top_k + slot)
         return own_row, loaded, self.token_address(view, inputs, source, token)
 
     @cute.jit
@@ -672,69 +677,6 @@ class Dispatch:
             cute.arch.fence_proxy("async.global")
             count(view.counter(self.layout.counters.tokens_arrived + tile), 1)
         cute.arch.sync_warp()
-
-    # ---- routing ids
-
-    def ids_offset(self, rank: Int32) -> Int64:
-        """Bytes before a rank's part of the region ids, or of weights."""
-        return Int64(rank) * (self.layout.max_tokens_per_rank * self.layout.top_k * 4)
-
-    def load_id(self, topk_ids: Int64, index):
-        """The caller's id in its own width."""
-        dtype = Int64 if self.ids_are_int64 else Int32
-        return (cute.make_ptr(dtype, topk_ids, cute.AddressSpace.gmem) + index).load()
-
-    def routed_id(self, view: RankView, inputs: RankInputs, source: Int32, index):
-        """Id of a source's slot token * K + slot: as it came, or one rank's own, unchecked."""
-        if self.layout.num_ranks == 1:
-            return self.load_id(inputs.topk_ids, index)
-        return (int32_ptr(view.address("ids") + self.ids_offset(source)) + index).load()
-
-    def routed_weight(self, view: RankView, inputs: RankInputs, source: Int32, index) -> Float32:
-        """Routing weight of a source's slot token * K + slot, under tp."""
-        if self.layout.num_ranks == 1:
-            return (float32_ptr(inputs.topk_weights) + index).load()
-        return (float32_ptr(view.address("weights") + self.ids_offset(source)) + index).load()
-
-    @cute.jit
-    def known_expert(self, loaded) -> Int32:
-        """An id, -1 where it is masked or not an expert."""
-        expert = Int32(-1)
-        # Compared in the ids' own width: 2**32 + 1 is not expert 1.
-        if (loaded >= 0) & (loaded < self.num_experts):
-            expert = Int32(loaded)
-        return expert
-
-    @cute.jit
-    def local_expert(self, view: RankView, loaded) -> Int32:
-        """Local expert of an id; -1 for none and for one of another rank."""
-        if const_expr(self.layout.is_tp):
-            local = self.known_expert(loaded)
-        else:
-            share, extra = divmod(self.num_experts, self.layout.num_ranks)
-            first = view.rank * share + cutlass.min(view.rank, Int32(extra))
-            num_local = share + Int32(view.rank < extra)
-            local = self.known_expert(loaded) - first
-            if (local < 0) | (local >= num_local):
-                local = Int32(-1)
-        return local
-
-    @cute.jit
-    def note_bad_id(self, view: RankView, index, loaded):
-        """Leave an id that is not an expert for the host."""
-        if loaded >= self.num_experts:
-            self.note(view, "bad_slot", Int32(index) + 1, "bad_id", Int32(loaded))
-
-    @cute.jit
-    def note(self, view, name: cutlass.Constexpr, value, other_name: cutlass.Constexpr, other):
-        """Two words of the rank's record, for the host to find later."""
-        record = int32_ptr(view.watch.record)
-        cute.arch.store(record + FIELDS.index(other_name), Int32(other), sem="relaxed", scope="sys")
-        cute.arch.store(record + FIELDS.index(name), Int32(value), sem="release", scope="sys")
-
-
-def float32_ptr(address: Int64) -> cute.Pointer:
-    return cute.make_ptr(Float32, address, cute.AddressSpace.gmem)
 
 
 def _add(pointer: cute.Pointer, value: Int32) -> Int32:

@@ -282,7 +282,8 @@ class Run:
         for source, token in tokens:
             slots = range(self.setup.workspace.top_k)
             rows = [plan.row_of.get((source, token, slot), -1) for slot in slots]
-            yield Op("write", (rank, "pool_row", source, token), rows)
+            if self.num_ranks > 1:
+                yield Op("write", (rank, "pool_row", source, token), rows)
             local = [(row, slot) for slot, row in enumerate(rows) if row >= 0]
             # A peer's token is pulled for its first row: who sees that row's tag relies on the
             # entries of the others.

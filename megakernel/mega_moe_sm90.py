@@ -45,7 +45,6 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream
 
 from moe_ep.comm.device import Watch, count, int32_ptr, int64_ptr
-from moe_ep.comm.ptx import prefetch_l2
 from moe_ep.megakernel import protocol, schedule
 from moe_ep.megakernel.combine import Combine
 from moe_ep.megakernel.combine_tp import CombineTp
@@ -66,7 +65,15 @@ from moe_ep.megakernel.knobs import THREADS_PER_WARPGROUP
 from moe_ep.megakernel.mainloop_sm90 import MainloopSm90
 from moe_ep.megakernel.mega_moe import MegaSpec
 from moe_ep.megakernel.protocol import Moment, Phase
-from moe_ep.megakernel.rank_view import RankInputs, RankView, Threads, load_peers, load_step
+from moe_ep.megakernel.rank_view import (
+    RankInputs,
+    RankView,
+    Threads,
+    load_peers,
+    load_step,
+    prefetch,
+)
+from moe_ep.megakernel.routing import Routing
 
 WEIGHTS_WARP, TOKENS_WARP, DISPATCH_WARP = 0, 1, 2
 WARPS_PER_WARPGROUP = 4
@@ -74,7 +81,6 @@ WARPS_PER_WARPGROUP = 4
 NAME_MATH, NAME_BROUGHT = 1, 2
 # Words of an item record. GEMM: 0 = FC1, 1 = FC2.
 GEMM, FIRST_SLICE, NUM_SLICES, FIRST_ROW, NUM_ROWS, TILE = range(EXPERT + 1, EXPERT + 7)
-CACHE_LINE = 128  # bytes
 SLABS_AHEAD = 3  # of an item's end, when the next one is taken: about 3 us
 RECORD_BYTES = 64  # of a post-mortem record
 
@@ -88,7 +94,8 @@ class MegaMoESm90:
         self.knobs = spec.knobs
         self.fc1, self.fc2 = spec.fc1, spec.fc2
         self.mainloop = MainloopSm90(spec.weights_format, spec.knobs)
-        self.dispatch = Dispatch(spec.layout, spec.num_experts, spec.ids_are_int64)
+        self.routing = Routing(spec.layout, spec.num_experts, spec.ids_are_int64)
+        self.dispatch = Dispatch(self.routing)
         slots_in_flight = 32 if spec.knobs.math_registers > 128 else 16
         self.combine = Combine(self.dispatch, slots_in_flight)
         self.combine_tp = CombineTp(self.dispatch)
@@ -245,7 +252,7 @@ class MegaMoESm90:
         rank = first_rank + launched
         rank_local = local + Int64(launched) * layout.num_bytes("local")
         tokens = Int64(launched) * layout.max_tokens_per_rank
-        id_bytes = 8 if self.spec.ids_are_int64 else 4
+        id_bytes = self.routing.id_bytes
         if const_expr(self.spec.num_launched > 1):
             num_tokens = (int32_ptr(token_counts) + launched).load()
         inputs = RankInputs(
@@ -688,13 +695,6 @@ class MegaMoESm90:
                     accumulators[slice_idx], width, tile, tid // WARP_SIZE, tid % WARP_SIZE, scales,
                     bias, item[NUM_ROWS], addresses,
                 )  # fmt: skip
-
-
-@cute.jit
-def prefetch(address: Int64, num_bytes: Int32, line: Int32):
-    """One line of an array into L2, if it has so many."""
-    if line * CACHE_LINE < num_bytes:
-        prefetch_l2(address + Int64(line) * CACHE_LINE)
 
 
 def one_warp() -> Threads:

@@ -7,8 +7,11 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from moe_ep.comm.device import Watch, int32_ptr, int64_ptr
+from moe_ep.comm.ptx import prefetch_l2
 from moe_ep.megakernel import protocol
 from moe_ep.megakernel.workspace import Workspace
+
+CACHE_LINE = 128  # bytes, of L2
 
 
 @dataclass(frozen=True)
@@ -109,3 +112,10 @@ def load_peers(peers: cute.Pointer, table: Int64, num_ranks, threads: Threads):
 def load_step(local: Int64, offset: int) -> Int32:
     """Number of this launch: one more than the workspace has seen."""
     return int32_ptr(local + offset).load() + 1
+
+
+@cute.jit
+def prefetch(address: Int64, num_bytes: Int32, line: Int32):
+    """One line of an array into L2, if it has so many."""
+    if line * CACHE_LINE < num_bytes:
+        prefetch_l2(address + Int64(line) * CACHE_LINE)

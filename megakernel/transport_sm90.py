@@ -40,6 +40,7 @@ from moe_ep.megakernel.dispatch import (
 )
 from moe_ep.megakernel.protocol import Moment, Phase
 from moe_ep.megakernel.rank_view import RankInputs, RankView, Threads, load_peers, load_step
+from moe_ep.megakernel.routing import Routing
 from moe_ep.megakernel.workspace import Workspace
 
 NUM_THREADS = 256
@@ -73,7 +74,8 @@ class TransportSm90:
     def __init__(self, spec: TransportSpec) -> None:
         self.spec = spec
         self.layout = spec.layout
-        self.dispatch = Dispatch(spec.layout, spec.num_experts, spec.ids_are_int64)
+        self.routing = Routing(spec.layout, spec.num_experts, spec.ids_are_int64)
+        self.dispatch = Dispatch(self.routing)
         self.combine = Combine(self.dispatch)
 
     @cute.jit
@@ -155,7 +157,7 @@ class TransportSm90:
         rank = first_rank + launched
         rank_local = local + Int64(launched) * layout.num_bytes("local")
         tokens = Int64(launched) * layout.max_tokens_per_rank
-        id_bytes = 8 if self.spec.ids_are_int64 else 4
+        id_bytes = self.routing.id_bytes
         inputs = RankInputs(
             x=x + tokens * self.dispatch.row_bytes,
             topk_ids=topk_ids + tokens * (layout.top_k * id_bytes),
@@ -238,8 +240,8 @@ class TransportSm90:
                 index = meta & protocol.SLOT_MASK
                 capacity, top_k = self.layout.max_tokens_per_rank, self.layout.top_k
                 source, token, slot = protocol.slot_source(index, capacity, top_k)
-                loaded = self.dispatch.routed_id(view, inputs, source, token * top_k + slot)
-                expert = self.dispatch.local_expert(view, loaded)
+                loaded = self.routing.routed_id(view, inputs, source, token * top_k + slot)
+                expert = self.routing.local_expert(view, loaded)
                 tile, tile_rows = self.dispatch.tile_of(storage, expert, row)
                 arrived = view.counter(self.layout.counters.tokens_arrived + tile)
                 view.watch.wait_reached(arrived, tile_rows, Phase.TOKENS, source)

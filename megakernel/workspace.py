@@ -18,7 +18,7 @@ may choose this rank).
     abort       local      [1]            not 0: a wait of this rank ran out of time
     counters    local      [2, N]         two banks, see `Counters`
     src_meta    local      [P]            source of a pool row, see `protocol.src_meta`
-    pool_row    local      [R * C * K]    the inverse: pool row of a slot of any rank, -1 = not here
+    pool_row    local      [R * C * K]    the inverse, of peers' pulled tokens; -1 = not here
     pool        local      [P, H]         token rows sorted by expert
     hidden      local      [P, I]         FC1 results
 
