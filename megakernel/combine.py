@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from moe_ep.comm import ptx
 from moe_ep.comm.device import arrive, int32_ptr
-from moe_ep.megakernel.combine_sm90 import sum_slots
+from moe_ep.megakernel.combine_sm90 import add_slots, round_sums
 from moe_ep.megakernel.dispatch import WARP_SIZE, Dispatch
 from moe_ep.megakernel.protocol import Phase
 from moe_ep.megakernel.rank_view import RankInputs, RankView, Threads
@@ -100,13 +100,12 @@ class Combine:
         stride = view.num_ctas * (threads.num_threads // WARP_SIZE)
         for unit in range(self.first_unit(view, threads), num_units, stride):
             token, vectors = self.find_unit(unit)
-            weights, is_used = self.load_weights(inputs, token)
-            loaded = [self.load_terms(view, token, vector) for vector in vectors]
+            words = self.sum_vectors(view, inputs, token, vectors)
             row = inputs.out + Int64(token) * self.dispatch.row_bytes
             for i in cutlass.range_constexpr(len(vectors)):
                 if vectors[i] < self.vectors_per_token:
                     target = row + Int64(vectors[i]) * VECTOR_BYTES
-                    ptx.st_global(target, sum_slots(loaded[i], weights, is_used))
+                    ptx.st_global(target, words[i])
 
     @cute.jit
     def prefetch(self, view: RankView, inputs: RankInputs, storage, threads: Threads):
@@ -137,20 +136,30 @@ class Combine:
         vectors = [first + i * step for i in range(self.vectors_in_flight)]
         return unit // self.units_per_token, vectors
 
-    def load_weights(self, inputs: RankInputs, token: Int32):
-        """Routing weights of a token's slots, and whether each has an expert."""
-        routing, top_k = self.dispatch.routing, self.dispatch.layout.top_k
-        weights = float32_ptr(inputs.topk_weights)
-        slots = [token * top_k + k for k in range(top_k)]
-        experts = [routing.load_id(inputs.topk_ids, slot) for slot in slots]
-        is_used = [(expert >= 0) & (expert < routing.num_experts) for expert in experts]
-        return [(weights + slot).load() for slot in slots], is_used
+    def sum_vectors(self, view: RankView, inputs: RankInputs, token: Int32, vectors):
+        """The token's output at each vector, eight columns of BF16; of one behind the end those of
+        the last."""
+        vectors = [cutlass.min(vector, self.vectors_per_token - 1) for vector in vectors]
+        sums = [[Float32(0.0)] * 8 for _ in vectors]
+        top_k = self.dispatch.layout.top_k
+        for first in range(0, top_k, self.slots_in_flight):
+            slots = range(first, min(first + self.slots_in_flight, top_k))
+            weights, is_used = self.load_weights(inputs, token, slots)
+            loaded = [
+                [ptx.ld_global_v4(self.term_address(view, token, k, vector)) for k in slots]
+                for vector in vectors
+            ]
+            for i, terms in enumerate(loaded):
+                sums[i] = add_slots(sums[i], terms, weights, is_used)
+        return [round_sums(of_vector) for of_vector in sums]
 
-    def load_terms(self, view: RankView, token: Int32, vector: Int32):
-        """Eight columns of each slot's term; behind the end the last ones again."""
-        vector = cutlass.min(vector, self.vectors_per_token - 1)
-        slots = range(self.dispatch.layout.top_k)
-        return [ptx.ld_global_v4(self.term_address(view, token, k, vector)) for k in slots]
+    def load_weights(self, inputs: RankInputs, token: Int32, slots: range):
+        """Routing weights of some of a token's slots, and whether each has an expert."""
+        routing = self.dispatch.routing
+        weights, first = float32_ptr(inputs.topk_weights), token * self.dispatch.layout.top_k
+        experts = [routing.load_id(inputs.topk_ids, first + k) for k in slots]
+        is_used = [(expert >= 0) & (expert < routing.num_experts) for expert in experts]
+        return [(weights + first + k).load() for k in slots], is_used
 
     def term_address(self, view: RankView, token: Int32, slot: int, vector: Int32) -> Int64:
         row = Int64(token * self.dispatch.layout.top_k + slot) * self.dispatch.row_bytes

@@ -100,13 +100,24 @@ class CombineKernel:
 def sum_slots(slot_terms, slot_weights, is_used):
     """Weighted sum of K slots over 8 columns: 4 words of BF16 pairs for each slot, one FP32 weight,
     whether it counts -> 4 words. Traced into the caller."""
-    sums = [Float32(0.0)] * 8
+    return round_sums(add_slots([Float32(0.0)] * 8, slot_terms, slot_weights, is_used))
+
+
+def add_slots(sums, slot_terms, slot_weights, is_used):
+    """Some slots of `sum_slots` more, onto eight FP32 sums."""
     for words, weight, is_counted in zip(slot_terms, slot_weights, is_used, strict=True):
-        for i in range(8):
+        totals = []
+        for i, so_far in enumerate(sums):
             word = words[i // 2]
             term = ptx.as_float(word & 0xFFFF0000 if i % 2 else word << 16)
-            total = ptx.add_rn(sums[i], ptx.mul_rn(term, weight))
-            sums[i] = cutlass.select_(is_counted, total, sums[i])
+            total = ptx.add_rn(so_far, ptx.mul_rn(term, weight))
+            totals.append(cutlass.select_(is_counted, total, so_far))
+        sums = totals
+    return sums
+
+
+def round_sums(sums):
+    """Eight FP32 sums -> 4 words of BF16 pairs."""
     return [ptx.cvt_bf16x2(sums[2 * i], sums[2 * i + 1]) for i in range(4)]
 
 
