@@ -327,7 +327,7 @@ class MegaMoE:
             takes_stamps=takes_stamps,
         )
         self._layout = layout
-        self._call = functools.lru_cache(MAX_CALLS)(self._bind)
+        self._calls: dict[tuple, Call] = {}
         self.kernel_builds()  # raises where one does not fit, before anything is allocated
         self.memory = workspace_memory.acquire(group, layout)
         num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -388,7 +388,7 @@ class MegaMoE:
         """
         own_tokens = x.shape[0]
         bucket_idx = choose_bucket(self.buckets, own_tokens if self._is_alone else max_tokens)
-        call = self._call(bucket_idx, topk_ids.dtype == torch.int64, weights)
+        call = self._call_for(bucket_idx, topk_ids.dtype == torch.int64, weights)
         call.stream.value = self.memory.enter()
         call.x.value, call.topk_ids.value = x.data_ptr(), topk_ids.data_ptr()
         call.topk_weights.value, call.out.value = topk_weights.data_ptr(), out.data_ptr()
@@ -399,12 +399,23 @@ class MegaMoE:
     def refuse(self, code: int, weights: PreparedWeights) -> None:
         """One real rank's part of a step whose input it does not take: no rank computes anything,
         and every rank finds rank and `code` (0 or more) in `check`."""
-        call = self._call(0, False, weights)
+        call = self._call_for(0, False, weights)
         call.stream.value = self.memory.enter()
         for cell in (call.x, call.topk_ids, call.topk_weights, call.out):
             cell.value = 0
         call.num_tokens.value = -1 - code
         call.launch()
+
+    def _call_for(self, bucket_idx: int, ids_are_int64: bool, weights: PreparedWeights) -> "Call":
+        """Bound once. A dictionary, as a cache of the method would hold this object, and with it
+        the GPU's memory, until the garbage is collected."""
+        key = (bucket_idx, ids_are_int64, weights)
+        call = self._calls.get(key)
+        if call is None:
+            if len(self._calls) >= MAX_CALLS:
+                self._calls.clear()
+            call = self._calls[key] = self._bind(*key)
+        return call
 
     def _bind(self, bucket_idx: int, ids_are_int64: bool, weights: PreparedWeights) -> "Call":
         """A build with everything that stays from call to call."""

@@ -1,12 +1,20 @@
 """Which builds of the mega kernel a layer gets, and what it does not take, in plain integers."""
 
+import gc
+import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
+from layer_cases import make_weights
 
 from moe_ep import MegaConfig, MoEShape, mega_limits
 from moe_ep.comm.errors import MoEEpConfigError
+from moe_ep.comm.group import EpGroup
 from moe_ep.config import MegaKernelConfig
+from moe_ep.megakernel import mega_moe
+from moe_ep.megakernel.formats import prepare
 from moe_ep.megakernel.knobs import KNOB_TABLE, MAX_LOCAL_EXPERTS, MAX_SMEM_BYTES, choose_knobs
 from moe_ep.megakernel.mega_moe import (
     MAX_LENDING_WIDTH,
@@ -102,6 +110,34 @@ def test_hidden_and_intermediate_are_multiples_of_16(name):
     make_spec("bf16", choose_knobs("bf16", 8), make_shape(**{name: 528}))
     with pytest.raises(MoEEpConfigError, match=f"{name} must be a multiple of 16"):
         make_spec("bf16", choose_knobs("bf16", 8), make_shape(**{name: 536}))
+
+
+def test_a_bound_call_keeps_nothing_alive(monkeypatch):
+    """Neither the layer nor its weights wait for a collection of garbage."""
+    sms = SimpleNamespace(multi_processor_count=132)
+    memory = SimpleNamespace(
+        num_launched=1,
+        heaps=torch.zeros(1),
+        local=torch.zeros(1),
+        post_mortem=SimpleNamespace(address=0),
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sms)
+    monkeypatch.setattr(mega_moe.workspace_memory, "acquire", lambda group, layout: memory)
+    monkeypatch.setattr(mega_moe, "load", lambda build: build)
+    monkeypatch.setattr(mega_moe, "BoundCall", lambda function, cells: (function, cells))
+    shape = make_shape(hidden=256, intermediate=128)
+    mega = mega_moe.MegaMoE(EpGroup.single("cpu"), shape, "nvfp4", max_tokens_per_rank=8)
+    weights = prepare(make_weights(shape, "nvfp4"))
+    call = mega._call_for(0, False, weights)
+    assert mega._call_for(0, False, weights) is call
+    assert mega._call_for(0, True, weights) is not call
+    held = [weakref.ref(mega), weakref.ref(weights)]
+    gc.disable()
+    try:
+        del mega, weights
+        assert [ref() for ref in held] == [None, None]
+    finally:
+        gc.enable()
 
 
 # ---- what a layer is told

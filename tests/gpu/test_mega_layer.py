@@ -200,18 +200,36 @@ def test_capacities_of_one_layer_have_the_same_bits_and_end_in_any_order(mega, f
 
 def requested_bytes() -> int:
     """What tensors asked for; `memory_allocated` counts the allocator's larger blocks."""
-    gc.collect()
     return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
 
 def test_memory_is_what_it_says_and_all_of_it_is_given_back():
     """A capacity of its own, so that no other layer shares the workspace."""
     weights_of()
+    gc.collect()
     before = requested_bytes()
     layer = make_layer(MegaConfig(), capacity=CAPACITY + 1)
     told = sum(layer._backend.memory.values())
     # The heap rounds the workspace up to 1 KiB; addresses and stamps are not worth a word.
     assert 0 <= requested_bytes() - before - told < 16 * 1024
     layer.destroy()
-    del layer
     assert requested_bytes() == before
+
+
+def test_memory_of_a_layer_that_was_called_is_given_back_without_a_collection_of_garbage():
+    inputs = on_gpu(FEW)
+    layer = make_layer(MegaConfig(), capacity=FEW)
+    layer.forward(inputs)  # what stays with the process is there
+    layer.destroy()
+    gc.collect()
+    gc.disable()
+    try:
+        before = requested_bytes()
+        for _ in range(2):
+            layer = make_layer(MegaConfig(), capacity=FEW)
+            layer.forward(inputs)
+            torch.cuda.synchronize()
+            layer.destroy()
+            assert requested_bytes() == before
+    finally:
+        gc.enable()
