@@ -145,7 +145,8 @@ class GroupedGemm:
         self.num_ctas = min(num_sms, max_sms or num_sms)
         # Position in the list and CTAs that left, of FC1 and of FC2; the kernels set them back.
         self._counters = torch.zeros(2, 2, dtype=torch.int32, device=self.device)
-        self._bound = functools.lru_cache(MAX_BOUND_CALLS)(self._bind)
+        # Not `lru_cache`: with a bound method it is a cycle, which only the collector frees.
+        self._bound: dict[tuple, tuple] = {}
 
     def spec(self, name: str, knobs: KernelKnobs) -> GemmSpec:
         is_fc1 = name == "fc1"
@@ -214,7 +215,7 @@ class GroupedGemm:
             return
         assert rows_in.is_contiguous() and rows_out.is_contiguous()
         assert offsets.dtype == torch.int32 and len(offsets) == self.num_local_experts + 1
-        kernel, arguments = self._bound(
+        key = (
             name,
             num_rows,
             codes.data_ptr(),
@@ -225,6 +226,11 @@ class GroupedGemm:
             offsets.data_ptr(),
             0 if dst_rows is None else dst_rows.data_ptr(),
         )
+        if key not in self._bound:
+            if len(self._bound) >= MAX_BOUND_CALLS:
+                self._bound.clear()
+            self._bound[key] = self._bind(*key)
+        kernel, arguments = self._bound[key]
         kernel(*arguments, _stream(torch.cuda.current_stream(self.device).cuda_stream))
 
     def _bind(self, name: str, num_rows: int, *addresses: int):

@@ -39,7 +39,7 @@ for tool in "${@:-memcheck initcheck racecheck}"; do
         # Every tensor an allocation of its own: bounds are exact, and nothing is initialised by
         # the tensor that was there before.
         PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout -s INT "$LIMIT" "$SANITIZER" --tool "$t" \
-            --target-processes application-only --error-exitcode 9 --print-limit 20 \
+            --target-processes all --launch-timeout 0 --error-exitcode 9 --print-limit 20 \
             "$PYTHON" scripts/sanitized_calls.py $CALLS >"$log" 2>&1
         code=$?
         echo "== $t: exit code $code, $((SECONDS - start)) s"

@@ -199,6 +199,25 @@ def test_A77_a_kernels_layer_holds_its_prepared_weights_alone(ranks, name):
     layer.destroy()
 
 
+@on("split1", "mega1")
+def test_A77_a_dropped_layer_frees_its_memory_without_the_collector(ranks):
+    inputs = on_device(ranks, make_inputs(S0, 16, seed=0))
+    first = ranks.module(S0, ranks.weights())  # holds the shared workspace
+    first(inputs)
+    gc.collect()
+    gc.disable()
+    try:
+        before = torch.cuda.memory_allocated()
+        for end in (lambda layer: layer.destroy(), lambda layer: None):
+            layer = ranks.module(S0, ranks.weights(seed=1))
+            layer(inputs)
+            end(layer)
+            del layer
+            assert torch.cuda.memory_allocated() == before
+    finally:
+        gc.enable()
+
+
 def test_A77_a_view_of_a_large_checkpoint_tensor_does_not_keep_it_alive_after_shard():
     before = held_bytes("cpu")
     checkpoint = torch.randn(64, 3 * S0.intermediate, S0.hidden).bfloat16()

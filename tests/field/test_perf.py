@@ -45,6 +45,7 @@ import torch
 torch.zeros(1, device="cuda")
 start = time.monotonic()
 from field_ranks import OneRank, S0
+from layer_cases import make_inputs
 ranks, inputs = OneRank(sys.argv[1], 1), make_inputs(S0, 16, seed=0)
 layer = ranks.layer(S0, ranks.weights(), 32, takes_table=True)
 outputs = layer([inputs])
