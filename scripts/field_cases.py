@@ -319,29 +319,31 @@ def rows_of(ranges: str) -> list[str]:
 
 
 def state_of(case: str, column: str, outcomes: list[Outcome]) -> str:
-    """passed, or what went wrong, of all tests of a row in a column; "waits": written, and not run
-    for want of GPUs; "": there is none."""
+    """Of all tests of a row in a column: what went wrong, else passed, else not run (time was over)
+    or "wait" (for want of GPUs); "" where there is none."""
     kinds = [o.outcome for o in outcomes if case in o.case.split() and o.column == column]
-    ran = [kind for kind in kinds if kind != "skipped"]
-    bad = [kind for kind in ran if kind != "passed"]
-    return bad[0] if bad else "passed" if ran else "waits" if kinds else ""
+    bad = [kind for kind in kinds if kind not in ("passed", "skipped", "not run")]
+    for kind in (*bad, "passed", "not run", "skipped"):
+        if kind in kinds:
+            return "wait" if kind == "skipped" else kind
+    return ""
 
 
 def markdown_of(outcomes: list[Outcome]) -> str:
-    """A line for each kind: its rows that passed of those with a test in the column."""
+    """A line for each kind: its rows that passed of those with a test in the column, how many did
+    not run, and every one that did not pass."""
     heads = " | ".join(COLUMNS.values())
     lines = [f"| rows | what happens | {heads} |", "| --- | --- |" + " --- |" * len(COLUMNS)]
     for kind, (ranges, what) in KINDS.items():
         cells, rows = [], rows_of(ranges)
         for column in COLUMNS:
             states = {row: state_of(row, column, outcomes) for row in rows}
-            states = {row: state for row, state in states.items() if state}
-            passed = sum(state == "passed" for state in states.values())
-            others = [f"{row} {s}" for row, s in states.items() if s not in ("passed", "waits")]
-            waits = sum(state == "waits" for state in states.values())
-            cell = f"{passed} of {len(states)}" if passed else ""
-            cell += f"; {waits} wait" if waits and passed else f"{waits} wait" if waits else ""
-            cells.append("; ".join(filter(None, [cell, *others])))
+            counts = Counter(filter(None, states.values()))
+            parts = [f"{counts['passed']} of {counts.total()}"] if counts["passed"] else []
+            parts += [f"{counts[state]} {state}" for state in ("not run", "wait") if counts[state]]
+            known = ("", "passed", "not run", "wait")
+            parts += [f"{row} {state}" for row, state in states.items() if state not in known]
+            cells.append("; ".join(parts))
         lines.append(f"| {kind}, {len(rows)} | {what} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -385,7 +387,9 @@ def main() -> int:
     ]
     if args.from_json:
         found = [Outcome(**one) for path in args.from_json for one in json.loads(path.read_text())]
-        outcomes = list({one.node: one for one in found}.values())
+        latest = {one.node: one for one in found if one.outcome == "not run"}
+        latest |= {one.node: one for one in found if one.outcome != "not run"}
+        outcomes = sorted(latest.values(), key=lambda o: (o.case or "Z", o.column, o.node))
     else:
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as scratch:
