@@ -13,7 +13,6 @@ import argparse
 import json
 from dataclasses import asdict, dataclass, replace
 
-from moe_ep import mega_limits
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.config import GroupedGemmConfig
 from moe_ep.grouped_limits import layer_misfit
@@ -236,8 +235,6 @@ def mega_regions(problem: Problem) -> list[Region]:
 
     Raises `MoEEpConfigError` for what it does not run.
     """
-    if problem.parallel == "tp" and mega_limits.PENDING_TP is not None:
-        raise MoEEpConfigError(mega_limits.PENDING_TP)
     shape, num_ranks, capacity = problem.shape, problem.num_ranks, problem.max_tokens_per_rank
     buckets = make_buckets(problem.weights_format, shape, capacity, num_ranks, problem.parallel)
     workspace = make_layout(shape, num_ranks, capacity, buckets, problem.parallel)

@@ -18,8 +18,6 @@ from moe_ep.megakernel.problem import MoEShape
 
 # Why the kernel is not offered to layers at all, for tests of what a layer does without it.
 PENDING: str | None = None
-# Why it is not offered to layers that divide every expert's intermediate.
-PENDING_TP: str | None = "parallel='tp' has not run on a GPU yet; allowed: 'ep'"
 
 
 def layer_misfit(
@@ -39,8 +37,6 @@ def layer_misfit(
             f"knobs is {knobs!r}; allowed: None (chosen from the table), 'auto' (tuned at warm-up) "
             "or KernelKnobs"
         )
-    if parallel == "tp" and PENDING_TP is not None:
-        return PENDING_TP
     if parallel == "ep" and shape.num_experts < num_ranks:
         return f"{num_ranks} ranks hold {shape.num_experts} experts; allowed: at least one each"
     num_local_experts = most_local_experts(shape, num_ranks, parallel)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_ep import MoEEpLayer, MoEInputs, MoEShape, MoEWeights, mega_limits
+from moe_ep import MoEEpLayer, MoEInputs, MoEShape, MoEWeights
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.grouped_memory import GroupedWorkspace, workspace_regions
 from moe_ep.launch import spawn
@@ -204,13 +204,9 @@ def test_mega_holds_a_pool_row_for_every_slot_of_every_rank(
 
 
 def test_mega_holds_the_terms_of_all_ranks_under_tp(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     command = ["estimate", "--geometry", "v3", "--ranks", "8", "--parallel", "tp", "--json"]
-    monkeypatch.setattr(mega_limits, "PENDING_TP", "not today")
-    assert main(command) == 0
-    assert json.loads(capsys.readouterr().out)["mega"]["reason"] == "not today"
-    monkeypatch.setattr(mega_limits, "PENDING_TP", None)
     assert main(command) == 0
     report = json.loads(capsys.readouterr().out)
     held, scopes = mega_bytes(report), {"symmetric": 0, "local": 0}

@@ -170,12 +170,7 @@ def test_several_ranks_need_nvshmem(monkeypatch):
     assert reason(make_shape(), num_ranks=2) is None
 
 
-def test_tp_is_refused_until_it_has_run():
-    assert "parallel='tp' has not run" in reason(make_shape(), parallel="tp")
-
-
 def test_tp_keeps_every_expert_and_divides_the_intermediate(monkeypatch):
-    monkeypatch.setattr(mega_limits, "PENDING_TP", None)
     monkeypatch.setattr(mega_limits, "find_spec", lambda name: name)
     tp = {"parallel": "tp", "num_ranks": 8}
     assert reason(make_shape(intermediate=8 * 16), **tp) is None

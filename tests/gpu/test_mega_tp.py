@@ -27,7 +27,7 @@ from test_mega import (
     with_ids,
 )
 
-from moe_ep import MegaConfig, MoEEpLayer, mega_limits
+from moe_ep import MegaConfig, MoEEpLayer
 from moe_ep.comm.errors import MoEEpConfigError, MoEEpTimeoutError
 from moe_ep.comm.transport import to_slots
 from moe_ep.dispatch_plan import DispatchPlan
@@ -267,8 +267,7 @@ def test_an_id_that_is_no_expert_is_masked_and_named_later(num_ranks):
     assert_same_bits(layer.run(inputs), layer.expected(inputs))
 
 
-def test_a_layer_of_one_tp_rank_has_the_bits_of_its_fused_kernel(monkeypatch):
-    monkeypatch.setattr(mega_limits, "PENDING_TP", None)
+def test_a_layer_of_one_tp_rank_has_the_bits_of_its_fused_kernel():
     fused, inputs = shared_layer(1), tokens(CAPACITY, 17)
     weights: MoEWeights = fused.shards[0]
     layer = MoEEpLayer(SHAPE, weights, max_tokens_per_rank=CAPACITY, backend=MegaConfig())

@@ -11,7 +11,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 from layer_cases import make_inputs
 from test_grouped_gemm import random_weights
 
-from moe_ep import MegaConfig, MoEEpLayer, MoEInputs, MoEShape, SplitConfig, mega_limits
+from moe_ep import MegaConfig, MoEEpLayer, MoEInputs, MoEShape, SplitConfig
 from moe_ep.config import GroupedGemmConfig
 from moe_ep.launch import spawn
 
@@ -22,7 +22,6 @@ UNEVEN = [(0, CAPACITY), (CAPACITY, 0), (0, 0), (1, 0), (13, 57), (CAPACITY, CAP
 
 def run_rank(rank: int, num_ranks: int) -> int:
     """Number of calls that had the split layer's bits."""
-    mega_limits.PENDING_TP = None
     num_calls = 0
     for has_bias in (False, True):
         weights = random_weights(
