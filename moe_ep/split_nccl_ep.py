@@ -232,7 +232,7 @@ class NcclEpSplit(DeviceBackend):
             )
         super().require_callable()
 
-    def warmup(self) -> None:
+    def load(self) -> None:
         refusal = None
         try:
             self._received.warmup()

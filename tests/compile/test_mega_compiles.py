@@ -108,6 +108,7 @@ def test_the_sum_over_slots_is_not_contracted_and_waits_are_bounded_where_asked(
     assert bounded.count("FADD") >= 64
 
 
+@pytest.mark.gpu  # CuTe DSL makes the list of pointers for a GPU's executor
 def test_cells_hold_what_a_call_with_plain_numbers_would(tmp_path, monkeypatch):
     """The oracle is the conversion that CuTe DSL makes of a call's own arguments."""
     from cuda.bindings.driver import CUstream
