@@ -7,7 +7,6 @@ a rank's machine lacks for one is told by its `misfit`, before anything is built
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from moe_ep.grouped_limits import device_misfit
 from moe_ep.inputs import MoEInputs
 from moe_ep.launch.stages import median_launch
 from moe_ep.launch.timing import all_reduce, time_call
+from moe_ep.mega_limits import peers_misfit
 from moe_ep.megakernel.problem import MoEShape, owned_experts
 from moe_ep.reference import combine_terms
 
@@ -155,9 +155,7 @@ def compile_fused(shape: MoEShape, tokens: list[int], num_ranks: int, has_stamps
 
 
 def fused_misfit(group: EpGroup) -> str | None:
-    if group.num_ranks > 1 and find_spec("nvshmem") is None:
-        return f"{group.num_ranks} ranks need nvshmem4py (pip install 'moe-ep[gpu]')"
-    return device_misfit(group.device, "the fused transport")
+    return peers_misfit(group.num_ranks) or device_misfit(group.device, "the fused transport")
 
 
 def bench_nccl_ep(mode: str, case: Case) -> Times:

@@ -13,6 +13,9 @@ from moe_ep.config import Backend
 from moe_ep.megakernel.problem import MoEShape
 from moe_ep.weights import MoEWeights
 
+# Ranks may find different kernels in their caches; compiling all of them takes minutes.
+COMPILE_TIMEOUT_S = 900.0
+
 Fingerprint = dict[str, str | int]
 
 

@@ -15,9 +15,9 @@ from moe_ep.comm.group import EpGroup
 from moe_ep.comm.liveness import Liveness
 from moe_ep.config import MegaKernelConfig
 from moe_ep.device_backend import ID_DTYPES, DeviceBackend
-from moe_ep.fingerprint import agree
+from moe_ep.fingerprint import COMPILE_TIMEOUT_S, agree
 from moe_ep.inputs import MoEInputs
-from moe_ep.mega_tune import COMPILE_TIMEOUT_S, Tuner
+from moe_ep.mega_tune import Tuner
 from moe_ep.megakernel.formats import PreparedWeights, prepare
 from moe_ep.megakernel.mega_moe import MegaMoE
 from moe_ep.megakernel.problem import MoEShape

@@ -42,8 +42,8 @@ def layer_misfit(
     num_local_experts = most_local_experts(shape, num_ranks, parallel)
     if num_local_experts > MAX_LOCAL_EXPERTS:
         return f"a rank holds {num_local_experts} experts; allowed: at most {MAX_LOCAL_EXPERTS}"
-    if num_ranks > 1 and find_spec("nvshmem") is None:
-        return f"{num_ranks} ranks need nvshmem4py (pip install 'moe-ep[gpu]')"
+    if reason := peers_misfit(num_ranks):
+        return reason
     try:
         buckets = make_buckets(weights_format, shape, 1 << 20, num_ranks, parallel)
         layout = make_layout(shape, num_ranks, 1, buckets, parallel)
@@ -64,4 +64,11 @@ def layer_misfit(
                 )
     except MoEEpConfigError as error:
         return str(error)
+    return None
+
+
+def peers_misfit(num_ranks: int) -> str | None:
+    """Why so many ranks cannot reach each other's memory, or None."""
+    if num_ranks > 1 and find_spec("nvshmem") is None:
+        return f"{num_ranks} ranks need nvshmem4py (pip install 'moe-ep[gpu]')"
     return None

@@ -13,7 +13,7 @@ import torch
 
 from moe_ep.comm.group import EpGroup
 from moe_ep.comm.rendezvous import exchange_records
-from moe_ep.fingerprint import agree
+from moe_ep.fingerprint import COMPILE_TIMEOUT_S, agree
 from moe_ep.megakernel import tune
 from moe_ep.megakernel.compile_cache import compile_all
 from moe_ep.megakernel.formats import PreparedWeights
@@ -22,8 +22,6 @@ from moe_ep.megakernel.mega_moe import Bucket, MegaMoE
 from moe_ep.megakernel.problem import MoEShape
 from moe_ep.random_inputs import random_inputs
 
-# Ranks may find different kernels in their caches; compiling all of them takes minutes.
-COMPILE_TIMEOUT_S = 900.0
 NUM_WARM_LAUNCHES = 2
 NUM_TIMED_LAUNCHES = 9
 NUM_L2_FLUSHED = 2  # times the L2 cache, read between launches

@@ -34,16 +34,13 @@ from moe_ep.comm.torch_transport import TorchTransport
 from moe_ep.comm.transport import LocalTransport
 from moe_ep.config import NcclEpConfig
 from moe_ep.device_backend import DeviceBackend
-from moe_ep.fingerprint import agree
+from moe_ep.fingerprint import COMPILE_TIMEOUT_S, agree
 from moe_ep.held_weights import HeldWeights
 from moe_ep.inputs import MoEInputs
 from moe_ep.megakernel.problem import MoEShape
 from moe_ep.reference import combine_terms
 from moe_ep.split import SplitBackend, TorchExperts
 from moe_ep.weights import MoEWeights
-
-# Ranks compile kernels, NCCL-EP's among them, at speeds of their own.
-COMPILE_TIMEOUT_S = 900.0
 
 
 class ReceivedLayer(Protocol):

@@ -39,17 +39,19 @@ def capture(work: Callable[[], None], num_launches: int) -> torch.cuda.CUDAGraph
 
 def replay_us(graph: torch.cuda.CUDAGraph, flush: torch.Tensor | None) -> float:
     """Median over `NUM_REPEATS`."""
-    times = []
-    for _ in range(NUM_REPEATS):
-        if flush is not None:
-            flush.sum()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1000 * start.elapsed_time(end))
-    return statistics.median(times)
+    return statistics.median(time_replay(graph, flush) for _ in range(NUM_REPEATS))
+
+
+def time_replay(graph: torch.cuda.CUDAGraph, flush: torch.Tensor | None) -> float:
+    """Microseconds of one replay, `flush` read before it."""
+    if flush is not None:
+        flush.sum()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return 1000 * start.elapsed_time(end)
 
 
 class Case:

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from bench_permute import time_replay
 
 from moe_ep.comm.group import EpGroup
 from moe_ep.launch.stages import median_launch
@@ -81,13 +82,7 @@ def times_us(
     times = [[] for _ in graphs]
     for _ in range(repeats + 3):
         for graph, taken in zip(graphs, times, strict=True):
-            flush.sum()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            taken.append(1000 * start.elapsed_time(end))
+            taken.append(time_replay(graph, flush))
     return [sorted(taken[3:]) for taken in times]
 
 

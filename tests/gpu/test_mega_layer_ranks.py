@@ -9,7 +9,6 @@ import functools
 import os
 import signal
 import time
-import traceback
 from collections.abc import Callable
 
 import pytest
@@ -19,6 +18,7 @@ import torch.distributed as dist
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from layer_cases import gathered, make_inputs, make_weights
+from rank_checks import run_checks
 
 from moe_ep import MegaConfig, MoEEpLayer, MoEInputs, MoEShape, MoEWeights
 from moe_ep.comm.errors import MoEEpConfigError, MoEEpStateError, MoEEpTimeoutError
@@ -249,18 +249,7 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 
 def do_everything(rank: int, num_ranks: int) -> dict[str, str]:
-    """Check -> traceback, "" where it passed."""
-    found = {}
-    for name, check in CHECKS.items():
-        start = time.monotonic()
-        found[name] = ""
-        try:
-            check()
-        except Exception:
-            found[name] = traceback.format_exc()
-        torch.cuda.synchronize()
-        print(f"rank {rank}: {name}: {time.monotonic() - start:.1f} s", flush=True)
-    return found
+    return run_checks(rank, CHECKS)
 
 
 def fill_cache() -> None:

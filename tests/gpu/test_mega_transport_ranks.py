@@ -7,7 +7,6 @@ ends well, and each test asks what it found; a rank that never comes has a job o
 
 import os
 import time
-import traceback
 from collections.abc import Callable
 
 import pytest
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
+from rank_checks import run_checks
 from test_mega_transport import (
     CAPACITY,
     CASES,
@@ -164,17 +164,7 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 
 def do_everything(rank: int, num_ranks: int) -> dict[str, str]:
-    """Check -> traceback, "" where it passed."""
-    found = {}
-    for name, check in CHECKS.items():
-        start = time.monotonic()
-        found[name] = ""
-        try:
-            check()
-        except Exception:
-            found[name] = traceback.format_exc()
-        torch.cuda.synchronize()
-        print(f"rank {rank}: {name}: {time.monotonic() - start:.1f} s", flush=True)
+    found = run_checks(rank, CHECKS)
     finish_nvshmem()
     return found
 
