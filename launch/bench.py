@@ -12,7 +12,6 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,6 +28,7 @@ from moe_ep.launch import bootstrap, torchrun
 from moe_ep.launch.backends import BACKENDS, named_backend
 from moe_ep.launch.bench_report import MAX_ERROR, provenance, show
 from moe_ep.launch.geometries import GEOMETRIES
+from moe_ep.launch.output_file import output_file
 from moe_ep.launch.peaks import Peaks, device_peaks
 from moe_ep.launch.random_layer import random_weights, shard_shape
 from moe_ep.launch.stages import Stages, StampedLayer
@@ -70,8 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="mega, and the fused transport: time of each stage, from stamps in the kernel",
     )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results")
-    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw them (needs matplotlib)")
+    parser.add_argument("--json", type=output_file, metavar="PATH", help="write the results")
+    parser.add_argument(
+        "--plot", type=output_file, metavar="PATH", help="draw them (needs matplotlib)"
+    )
     parser.add_argument(
         "--comm",
         action="store_true",
@@ -90,9 +92,10 @@ def run(args: argparse.Namespace) -> int:
         from moe_ep.launch import cpu_ratio
 
         return cpu_ratio.run()
-    if min(args.tokens) < 1 or args.iterations < 1:
+    if min(args.tokens) < 1 or args.iterations < 1 or args.ranks < 1:
         raise MoEEpConfigError(
-            f"--tokens {args.tokens} and --iterations {args.iterations} must be at least 1"
+            f"--tokens {args.tokens}, --iterations {args.iterations} and --ranks {args.ranks} must "
+            "be at least 1"
         )
     if args.ranks > 1 and not torchrun.is_worker():
         return torchrun.start(args, args.ranks)
@@ -120,8 +123,9 @@ def run(args: argparse.Namespace) -> int:
 
 def bench_on_rank(args: argparse.Namespace, group: EpGroup) -> dict[str, object]:
     """Every case that was asked for, on every rank of `group`: the record that JSON holds."""
-    if args.graph and group.device.type != "cuda":
-        raise MoEEpConfigError(f"--graph needs a CUDA device, got {group.device}")
+    for option in ("graph", "stages"):
+        if getattr(args, option) and group.device.type != "cuda":
+            raise MoEEpConfigError(f"--{option} needs a CUDA device, got {group.device}")
     cases, skipped = [], []
     for name in args.geometry:
         shape = shard_shape(name, args.experts_per_rank, group.num_ranks)

@@ -33,6 +33,7 @@ from moe_ep.config import Backend
 from moe_ep.launch import bootstrap, torchrun
 from moe_ep.launch.backends import BACKENDS, named_backend
 from moe_ep.launch.demo_report import Deviation, Report, show
+from moe_ep.launch.output_file import output_file
 from moe_ep.megakernel.problem import owned_experts
 
 NUM_LAYERS, NUM_EXPERTS, TOP_K = 3, 16, 4
@@ -44,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, default=8, help="prompts over all ranks")
     parser.add_argument("--new-tokens", type=int, default=64, help="tokens for each prompt")
     parser.add_argument("--backend", choices=BACKENDS, default="auto")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the report there too")
+    parser.add_argument(
+        "--json", type=output_file, metavar="PATH", help="write the report there too"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

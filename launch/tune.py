@@ -7,7 +7,6 @@ takes them from then on, without measuring anything itself.
 import argparse
 import dataclasses
 import json
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -18,6 +17,7 @@ from moe_ep.comm.group import EpGroup
 from moe_ep.config import MegaConfig, MegaKernelConfig
 from moe_ep.launch import bootstrap, torchrun
 from moe_ep.launch.geometries import GEOMETRIES
+from moe_ep.launch.output_file import output_file
 from moe_ep.launch.random_layer import random_weights, shard_shape
 from moe_ep.megakernel.problem import NAMED_ACTIVATIONS, PARALLEL_MODES, WEIGHT_FORMATS
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-sms", type=int, help="SMs of a launch, as in MegaKernelConfig")
     parser.add_argument("--skew", action="store_true", help="every second token has expert 0")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write every time")
+    parser.add_argument("--json", type=output_file, metavar="PATH", help="write every time")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from moe_ep.arguments import check_int, check_kind
 from moe_ep.comm.errors import MoEEpConfigError, MoEEpUnavailableError
 from moe_ep.config import (
     Backend,
@@ -18,7 +19,8 @@ from moe_ep.config import (
     TorchGemmConfig,
     check_backend,
 )
-from moe_ep.megakernel.problem import MoEShape, weight_format
+from moe_ep.megakernel.problem import PARALLEL_MODES, MoEShape, weight_format
+from moe_ep.weight_parts import tp_misfit
 
 # What `backend="auto"` tries, best first.
 AUTO_ORDER: tuple[Backend, ...] = (
@@ -71,8 +73,17 @@ def supports(
     max_tokens_per_rank   the layer's capacity; None: not asked
 
     "auto" is supported where one of its candidates is; the reason names it. Raises
-    `MoEEpConfigError` for a format, backend or device that does not exist.
+    `MoEEpConfigError` for a format, backend or device that does not exist, and for other arguments
+    that no layer has.
     """
+    check_kind("shape", shape, MoEShape, "a MoEShape")
+    if parallel not in PARALLEL_MODES:
+        raise MoEEpConfigError(
+            f"parallel {parallel!r} is not known; allowed: {', '.join(PARALLEL_MODES)}"
+        )
+    check_int("num_ranks", num_ranks, 1)
+    if max_tokens_per_rank is not None:
+        check_int("max_tokens_per_rank", max_tokens_per_rank, 1)
     backend = check_backend(backend)
     division = {"parallel": parallel, "num_ranks": num_ranks}
     if backend == "auto":
@@ -88,6 +99,8 @@ def supports(
         return Support(True, f"{describe(choice.backend)}: {choice.considered[-1][1].reason}")
     device = _device(device)
     misfit = _misfit(shape, weights_format)
+    if parallel == "tp":
+        misfit = misfit or tp_misfit(shape.intermediate, weights_format, num_ranks)
     if misfit is not None:
         return Support(False, misfit)
     if isinstance(backend, MegaConfig):
@@ -253,4 +266,6 @@ def _supports_grouped(
 def _supports_torch(device: torch.device) -> Support:
     if device.type not in ("cpu", "cuda"):
         return Support(False, f"plain torch kernels run on cpu and cuda, device is {device}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return Support(False, f"device is {device}, torch finds no GPU")
     return Support(True, f"plain torch on {device.type}, tokens over torch.distributed")

@@ -51,6 +51,10 @@ class MegaConfig:
     preprocess_weights: bool = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.megakernel, MegaKernelConfig):
+            raise MoEEpConfigError(
+                f"MegaConfig megakernel must be MegaKernelConfig, got {self.megakernel!r}"
+            )
         needed = self.megakernel.activations != "bf16"
         if self.quantize_input is not None and self.quantize_input != needed:
             raise MoEEpConfigError(

@@ -25,17 +25,25 @@ def ep_part(
     return ids, {name: fresh(t[ids.start : ids.stop]) for name, t in weights.tensors.items()}
 
 
+def tp_misfit(intermediate: int, weights_format: str, num_ranks: int) -> str | None:
+    """Why tp ranks cannot divide such an intermediate, or None."""
+    fmt = weight_format(weights_format)
+    block = max(1, fmt.sf_cols)
+    if intermediate % (num_ranks * block) == 0:
+        return None
+    blocks = f" into whole {fmt.name} scale blocks of {block}" if block > 1 else ""
+    return (
+        f"intermediate {intermediate} does not divide over {num_ranks} tp ranks{blocks}; it must "
+        f"be a multiple of {num_ranks * block}"
+    )
+
+
 def tp_part(
     weights: MoEWeights, rank: int, num_ranks: int
 ) -> tuple[tuple[int, ...], dict[str, torch.Tensor | None]]:
-    fmt = weight_format(weights.weights_format)
-    block = max(1, fmt.sf_cols)
-    if weights.intermediate % (num_ranks * block):
-        blocks = f" into whole {fmt.name} scale blocks of {block}" if block > 1 else ""
-        raise MoEEpConfigError(
-            f"intermediate {weights.intermediate} does not divide over {num_ranks} tp ranks"
-            f"{blocks}; it must be a multiple of {num_ranks * block}"
-        )
+    misfit = tp_misfit(weights.intermediate, weights.weights_format, num_ranks)
+    if misfit is not None:
+        raise MoEEpConfigError(misfit)
 
     def cut(tensor: torch.Tensor, dim: int, num_halves: int = 1) -> torch.Tensor:
         halves = tensor.unflatten(dim, (num_halves, -1))

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe_ep import MoEShape, SplitConfig, supports
+from moe_ep import MegaConfig, MoEShape, SplitConfig, supports
 from moe_ep.backends import AUTO_ORDER, choose_backend, describe
+from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.config import GroupedGemmConfig
 from moe_ep.grouped_limits import MAX_TOP_K, max_local_experts
 from moe_ep.megakernel.knobs import KNOB_TABLE, MAX_SMEM_BYTES
@@ -132,3 +133,43 @@ def test_a_configuration_that_is_not_built_is_refused(machine, config, said):
 def test_explicit_knobs_run(machine):
     backend = SplitConfig(kernel=GroupedGemmConfig(knobs=KNOB_TABLE[0].knobs))
     assert reason(machine, shape(), backend=backend) == ""
+
+
+# ---- arguments
+
+
+def test_torch_on_a_gpu_needs_one(machine):
+    plain = SplitConfig()
+    assert reason(machine, shape(), backend=plain) == ""
+    machine.num_gpus = 0
+    assert "torch finds no GPU" in reason(machine, shape(), backend=plain)
+    assert "torch finds no GPU" in reason(machine, shape(), backend="auto")
+
+
+@pytest.mark.parametrize("backend", ["auto", SplitConfig()])
+def test_an_intermediate_that_tp_ranks_cannot_divide_is_refused_on_a_cpu_too(backend):
+    tp = {"parallel": "tp", "num_ranks": 5}
+    assert supports(shape(intermediate=80), "nvfp4", backend, "cpu", **tp).ok
+    answer = supports(shape(intermediate=48), "nvfp4", backend, "cpu", **tp)
+    assert not answer.ok
+    assert "48 does not divide over 5 tp ranks into whole nvfp4 scale blocks" in answer.reason
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"shape": None}, "shape must be a MoEShape, got None"),
+        ({"parallel": "zz"}, "parallel 'zz' is not known; allowed: ep, tp"),
+        ({"num_ranks": 0}, "num_ranks must be at least 1, got 0"),
+        ({"num_ranks": "2"}, "num_ranks must be an int, got '2'"),
+        ({"max_tokens_per_rank": -1}, "max_tokens_per_rank must be at least 1, got -1"),
+    ],
+)
+def test_arguments_that_no_layer_has_are_errors(arguments, said):
+    with pytest.raises(MoEEpConfigError, match=said):
+        supports(**{"shape": shape(), "weights_format": "bf16"} | arguments)
+
+
+def test_a_configuration_in_the_place_of_another_is_an_error():
+    with pytest.raises(MoEEpConfigError, match="megakernel must be MegaKernelConfig, got 3"):
+        MegaConfig(megakernel=3)

@@ -198,6 +198,31 @@ def test_bench_of_every_experts_part(tmp_path):
         random_weights(geometry("tiny"), "fp8_block", group, "tp")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--ranks", "0"], "--ranks 0 must be at least 1"),
+        (["--stages"], "--stages needs a CUDA device"),
+        (["--graph"], "--graph needs a CUDA device"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU takes these options")
+def test_options_that_ask_for_what_is_not_there_are_refused(words, said, caplog, capsys):
+    assert cli.main(["bench", "--iterations", "1", *words]) != 0
+    assert said in caplog.text + capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["bench", "tune", "demo"])
+@pytest.mark.parametrize("place", ["nowhere/x.json", "."])
+def test_a_file_that_cannot_be_written_is_a_usage_error(command, place, tmp_path, capsys):
+    words = [command, "--json", str(tmp_path / place)]
+    words += ["--geometry", "tiny"] if command == "tune" else []
+    with pytest.raises(SystemExit) as left:
+        cli.main(words)
+    assert left.value.code == 2
+    assert "is no file in a folder that exists" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without GPU does")
 def test_backend_that_cannot_run_is_named_before_anything_is_measured(
     tmp_path, capsys, monkeypatch
