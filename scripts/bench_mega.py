@@ -6,6 +6,9 @@ A measurement is the median of --repeats replays of a CUDA graph that holds the 
 read between replays, so that L2 holds no weights. HBM share is prepared bytes of the experts hit
 over time over the read rate of `torch.sum` of the same run. `host_us` is what an eager call costs
 the host. `--compile-only` fills the cache, so that a later run measures alone.
+
+`--tp N` measures the work of one of N tp ranks: its Nth of every expert's intermediate, for the
+tokens of all ranks, FP32 sums over the slots; nothing comes from or goes to another rank.
 """
 
 import argparse
@@ -50,6 +53,8 @@ class Problem:
     def __init__(self, name: str, geometry: str, args: argparse.Namespace) -> None:
         self.name, self.geometry, self.args = name, geometry, args
         hidden, intermediate = SHAPES[geometry]
+        intermediate //= args.tp or 1
+        self.parallel = "tp" if args.tp else "ep"
         self.shape = MoEShape(
             num_experts=args.experts, top_k=args.top_k, hidden=hidden, intermediate=intermediate
         )
@@ -58,12 +63,15 @@ class Problem:
 
     def layer(self, case: Case) -> MegaMoE:
         """Of that capacity, with the build that it takes, changed."""
-        buckets = make_buckets(self.name, self.shape, case.num_tokens, num_ranks=1)
+        buckets = make_buckets(
+            self.name, self.shape, case.num_tokens, num_ranks=1, parallel=self.parallel
+        )
         return MegaMoE(
             EpGroup.single("cuda"),
             self.shape,
             self.name,
             max_tokens_per_rank=case.num_tokens,
+            parallel=self.parallel,
             knobs=changed_knobs(buckets[-1].knobs, case.changes),
             max_sms=self.args.max_sms,
             takes_stamps=case.takes_stamps,
@@ -94,6 +102,8 @@ class Problem:
         result = {
             "format": self.name,
             "geometry": self.geometry,
+            "experts": self.shape.num_experts,
+            "tp": self.args.tp,
             "tokens": num_tokens,
             "routing": "half to one expert" if case.is_skewed else "uniform",
             "us": times,
@@ -120,7 +130,8 @@ class Problem:
     def check(self, mega: MegaMoE, x, ids, topk_weights, out) -> float:
         """Largest error of three experts' terms; raises above the limit, and if the output is not
         the terms' sum bit for bit."""
-        terms = mega.memory.region("terms")[0, : len(x)]
+        # Of the one rank launched and, under tp, of the one rank whose tokens these are.
+        terms = mega.memory.region("terms").flatten(0, -4)[0, : len(x)]
         largest = 0.0
         used = ids.unique().tolist()
         for expert in {used[0], used[len(used) // 2], used[-1]}:
@@ -177,6 +188,7 @@ def main() -> None:
     parser.add_argument("--skew", default="", help="tokens to measure with half on one expert")
     parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--tp", type=int, metavar="N", help="the work of one of N tp ranks")
     parser.add_argument("--max-sms", type=int)
     parser.add_argument(
         "--knobs",
