@@ -20,8 +20,8 @@ from moe_ep.comm.post_mortem import FIELDS
 
 WARP_SIZE = 32
 NO_EXPERT = -1
-# Looks at a flag for one at the clock and the abort word, which take longer than a look.
-LOOKS_PER_CHECK = 16
+LOOKS_PER_CLOCK = 16  # at a flag, for one at the clock
+LOST = 1 << 16  # in a counter of arrivals: one of them had given up; more than there are CTAs
 
 
 def int32_ptr(address: Int64) -> cute.Pointer:
@@ -51,6 +51,11 @@ class Watch:
     abort       address of the rank's abort word, local
     record      address of the rank's record (`post_mortem.py`), pinned host memory
     timeout_ns  longest wait, in nanoseconds of the GPU's global timer
+    gave_up     this CTA's word in shared memory, 0 before its first barrier: 1 once a wait of the
+                CTA has ended too early
+
+    A check must not keep a waiter from its flag: where all CTAs wait for one, the last to see it
+    counts. So a look at the abort word is under way while the flag is looked at, not after it.
     """
 
     is_bounded: bool
@@ -59,32 +64,42 @@ class Watch:
     abort: Int64
     record: Int64
     timeout_ns: Int64
+    gave_up: cute.Pointer
 
-    @cute.jit
     def is_alive(self) -> Int32:
-        """1 until a wait of this rank has run out of time."""
-        alive = Int32(1)
-        if const_expr(self.is_bounded):
-            if cute.arch.load(int32_ptr(self.abort), Int32, sem="relaxed", scope="gpu") != 0:
-                alive = Int32(0)
-        return alive
+        """1 until a wait of this rank has run out of time; asked before a look at a flag."""
+        return Int32(cute.arch.load(int32_ptr(self.abort), Int32, sem="relaxed", scope="gpu") == 0)
+
+    def has_given_up(self) -> Int32:
+        """1 once a wait of this CTA has ended too early, for threads ordered behind it."""
+        return self.gave_up.load() if self.is_bounded else Int32(0)
 
     @cute.jit
     def keep_waiting(
-        self, start: Int64, phase: cutlass.Constexpr, peer, expected, seen, expert=NO_EXPERT
+        self,
+        alive: Int32,
+        start: Int64,
+        num_looks: Int32,
+        phase: cutlass.Constexpr,
+        peer,
+        expected,
+        seen,
+        expert=NO_EXPERT,
     ):
-        """Returns (1, when the wait began), or 0 first when the rank has been given up, or is now
+        """After a look in vain: (1, when the wait began), or 0 first where `alive` is, or now
         because that is too long ago.
 
-        start   0 in the first check of a wait, which notes the time: most waits end without
+        start   0 until the wait has looked at the clock: most waits end without
         """
-        alive = self.is_alive()
-        now = Int64(cute.arch.globaltimer())
-        if start == 0:
-            start = now
-        if (alive == 1) & (now - start > self.timeout_ns):
-            self.give_up(phase, peer, expected, seen, expert)
-            alive = Int32(0)
+        if (alive == 1) & (num_looks % LOOKS_PER_CLOCK == 0):
+            now = Int64(cute.arch.globaltimer())
+            if start == 0:
+                start = now
+            if now - start > self.timeout_ns:
+                self.give_up(phase, peer, expected, seen, expert)
+                alive = Int32(0)
+        if alive == 0:
+            self.gave_up.store(Int32(1))
         return alive, start
 
     @cute.jit
@@ -132,11 +147,14 @@ class Watch:
         seen = cute.arch.load(flag, Int32, sem="acquire", scope=scope)
         start, num_looks = Int64(0), Int32(0)
         while is_before(seen, expected) & (alive == 1):
+            is_alive = self.is_alive() if self.is_bounded else alive
             seen = cute.arch.load(flag, Int32, sem="acquire", scope=scope)
             if const_expr(self.is_bounded):
                 num_looks += 1
-                if is_before(seen, expected) & (num_looks % LOOKS_PER_CHECK == 0):
-                    alive, start = self.keep_waiting(start, phase, peer, expected, seen, expert)
+                if is_before(seen, expected):
+                    alive, start = self.keep_waiting(
+                        is_alive, start, num_looks, phase, peer, expected, seen, expert
+                    )
         return alive
 
     @cute.jit
@@ -151,12 +169,15 @@ class Watch:
         seen = cute.arch.load(entry, Int64, sem="acquire", scope="gpu")
         start, num_looks = Int64(0), Int32(0)
         while (Int32(seen >> 32) != tag) & (alive == 1):
+            is_alive = self.is_alive() if self.is_bounded else alive
             seen = cute.arch.load(entry, Int64, sem="acquire", scope="gpu")
             if const_expr(self.is_bounded):
                 num_looks += 1
-                if (Int32(seen >> 32) != tag) & (num_looks % LOOKS_PER_CHECK == 0):
-                    high = Int32(seen >> 32)
-                    alive, start = self.keep_waiting(start, phase, peer, tag, high)
+                high = Int32(seen >> 32)
+                if high != tag:
+                    alive, start = self.keep_waiting(
+                        is_alive, start, num_looks, phase, peer, tag, high
+                    )
         if alive == 1:
             low = Int32(seen)
         return alive, low
@@ -169,11 +190,15 @@ class Watch:
         alive = Int32(1)
         if const_expr(self.is_bounded):
             is_done = Int32(cute.arch.mbarrier_try_wait(mbarrier, parity))
-            start = Int64(0)
+            start, num_looks = Int64(0), Int32(0)
             while (is_done == 0) & (alive == 1):
+                is_alive = self.is_alive()
                 is_done = Int32(cute.arch.mbarrier_try_wait(mbarrier, parity))
+                num_looks += 1
                 if is_done == 0:
-                    alive, start = self.keep_waiting(start, phase, peer, parity, 1 - parity)
+                    alive, start = self.keep_waiting(
+                        is_alive, start, num_looks, phase, peer, parity, 1 - parity
+                    )
         else:
             cute.arch.mbarrier_wait(mbarrier, parity)
         return alive
@@ -223,7 +248,12 @@ def count(address: Int64, value):
 
 
 @cute.jit
-def arrive(address: Int64, num_arrivals) -> Int32:
-    """One thread: counts itself; 1 for the last of `num_arrivals`, who sees the others' work."""
-    before = cute.arch.atomic_add(int32_ptr(address), Int32(1), sem="acq_rel", scope="gpu")
-    return Int32(before == num_arrivals - 1)
+def arrive(address: Int64, num_arrivals, is_lost=0):
+    """One thread: counts itself, releasing what it did and saw.
+
+    Returns (1 for the last of `num_arrivals`, who sees the others' work; 1 where one that came up
+    to now, this one included, was `is_lost`).
+    """
+    one = Int32(1) + Int32(is_lost) * LOST
+    before = cute.arch.atomic_add(int32_ptr(address), one, sem="acq_rel", scope="gpu")
+    return Int32(before % LOST == num_arrivals - 1), Int32(before + one >= LOST)

@@ -44,25 +44,25 @@ class Combine:
     def drain(self, view: RankView, storage, threads: Threads):
         """All threads, after the CTA's last term: until every rank's terms are here.
 
-        Leaves in `storage.alive` whether they are. A rank that has been given up does not signal,
-        so that no peer sums what never came.
+        Leaves in `storage.alive` whether they are. A rank one of whose CTAs has given up does not
+        signal, so that no peer sums what never came.
         """
         layout = self.dispatch.layout
         finished = view.counter(self.last_counter)
         threads.sync()
         if threads.idx < WARP_SIZE:
-            is_last, alive = Int32(0), Int32(1)
+            is_last, alive, signals = Int32(0), Int32(1), Int32(0)
             if threads.idx == 0:
-                is_last = arrive(finished, view.num_ctas)
+                is_last, is_lost = arrive(finished, view.num_ctas, view.watch.has_given_up())
                 if is_last == 1:
                     # All CTAs of this launch have read it.
                     int32_ptr(view.address("step")).store(view.step)
+                    signals = 1 - is_lost
             if const_expr(layout.num_ranks > 1):
-                is_last = cute.arch.shuffle_sync(is_last, 0)
+                signals = cute.arch.shuffle_sync(signals, 0)
                 cute.arch.sync_warp()
-                if is_last == 1:
-                    if view.watch.is_alive() == 1:
-                        self.dispatch.signal(view, "drained")
+                if signals == 1:
+                    self.dispatch.signal(view, "drained")
                 alive = view.watch.wait_peers(
                     view.address("drained"), layout.num_ranks, Phase.DRAINED
                 )

@@ -76,12 +76,14 @@ class Dispatch:
             num_rows: cute.struct.MemRange[Int32, 1]
             token_base: cute.struct.MemRange[Int32, ranks + 1]  # tokens of earlier sources
             alive: cute.struct.MemRange[Int32, 1]
+            gave_up: cute.struct.MemRange[Int32, 1]  # see `Watch`
 
         return DispatchStorage
 
     @cute.jit
     def init(self, storage):
         """One thread, before the CTA's first barrier."""
+        storage.gave_up.data_ptr().store(Int32(0))
         for i in cutlass.range_constexpr(NUM_ROW_BUFFERS):
             cute.arch.mbarrier_init(storage.copied.data_ptr() + i, 1)
         cute.arch.mbarrier_init_fence()
@@ -104,7 +106,7 @@ class Dispatch:
                 is_last = Int32(0)
                 if threads.idx == 0:
                     staged = view.counter(self.layout.counters.staged)
-                    is_last = arrive(staged, num_stagers)
+                    is_last, _ = arrive(staged, num_stagers)
                 is_last = cute.arch.shuffle_sync(is_last, 0)
                 cute.arch.sync_warp()
                 if is_last == 1:

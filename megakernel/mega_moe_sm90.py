@@ -283,6 +283,7 @@ class MegaMoESm90:
                 abort=rank_local + layout.offsets["abort"],
                 record=record + Int64(launched) * RECORD_BYTES,
                 timeout_ns=timeout_ns,
+                gave_up=shared.dispatch.gave_up.data_ptr(),
             ),
             stamps=stamps + Int64(cta_idx) * (8 * len(Moment)) if self.spec.takes_stamps else None,
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 import cuda.bindings.driver as cuda
+import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Int32, Int64
@@ -75,6 +76,7 @@ class PingPongKernel:
         launched, _, _ = cute.arch.block_idx()
         rank = first_rank + launched
         own_local = local + Int64(launched) * 16
+        gave_up = cutlass.utils.SmemAllocator().allocate_array(Int32)
         watch = Watch(
             is_bounded=True,
             rank=rank,
@@ -82,6 +84,7 @@ class PingPongKernel:
             abort=own_local,
             record=record + Int64(launched) * (RECORD_WORDS * 4),
             timeout_ns=timeout_ns,
+            gave_up=gave_up,
         )
         if thread_idx == 0:
             own = (int64_ptr(flags) + rank).load()

@@ -173,6 +173,7 @@ class TransportSm90:
             abort=rank_local + layout.offsets["abort"],
             record=record + Int64(launched) * (RECORD_WORDS * 4),
             timeout_ns=timeout_ns,
+            gave_up=storage.gave_up.data_ptr(),
         )
         view = RankView(
             layout=layout,
