@@ -270,8 +270,8 @@ class Run:
         for (_, place), nodes in by_place.items():
             step = len(nodes) if re.fullmatch(r"cpu[2-9]", place) else CASES_OF_A_CHILD
             groups += [nodes[start : start + step] for start in range(0, len(nodes), step)]
-        order = list(COLUMNS)
-        return sorted(groups, key=lambda group: -order.index(self.columns[group[0]]))
+        order = ("gpus", "split", "mega", "cpu")
+        return sorted(groups, key=lambda group: order.index(self.columns[group[0]]))
 
 
 def run_all(args: argparse.Namespace, scratch: Path) -> list[Outcome]:
