@@ -1,7 +1,7 @@
 """A compiled kernel with its arguments converted once, so that a call costs the host the launch.
 
 CuTe DSL turns every argument of a call into a pointer to its value, microseconds each. Here the
-values live in cells whose pointers are taken once; a call writes the few that changed.
+values live in cells whose pointers are taken once; a call writes those that changed.
 """
 
 import ctypes
@@ -26,6 +26,11 @@ class Int32(_Cell, ctypes.c_int32):
     pass
 
 
+def stream_handle(device: torch.device) -> int:
+    """Of the GPU's current stream. `torch.cuda.current_stream` makes an object: microseconds."""
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
 class BoundCall:
     """`function` (what `compile_cache.load` gives) bound to cells in the order of its arguments.
 
@@ -40,8 +45,11 @@ class BoundCall:
         pointers, _ = self._executor.generate_execution_args(*cells)
         self._pointers = self._executor._get_invoke_packed_args(pointers)
 
-    def __call__(self) -> None:
-        """Raises `torch.cuda.CudaError` where the launch fails."""
+    def __call__(self, *values: int) -> None:
+        """Launch, with `values` in the first cells. Raises `torch.cuda.CudaError` where that
+        fails."""
+        for cell, value in zip(self._cells, values, strict=False):
+            cell.value = value
         self._executor.capi_func(self._pointers)
         if self._executor.cuda_result.value:
             torch.cuda.check_error(self._executor.cuda_result.value)

@@ -20,6 +20,7 @@ from cutlass import Float32, Int32, Int64
 
 from moe_ep.comm import ptx
 from moe_ep.comm.errors import MoEEpConfigError
+from moe_ep.megakernel import bound_call
 from moe_ep.megakernel.compile_cache import CompiledFunction, KernelBuild, compile_for_sm90, load
 
 NUM_THREADS = 128
@@ -133,11 +134,13 @@ def combine_build(config: CombineConfig) -> KernelBuild:
 class Combine:
     """The compiled kernel, launched on torch tensors in the current stream.
 
-    Raises `MoEEpUnavailableError` where it is not cached and CuTe DSL is not installed.
+    Built with the GPU current that it launches on. Raises `MoEEpUnavailableError` where it is not
+    cached and CuTe DSL is not installed.
     """
 
     def __init__(self, config: CombineConfig) -> None:
-        self._function = load(combine_build(config))
+        cells = [*(bound_call.Int64() for _ in range(4)), bound_call.Int32(), bound_call.Int64()]
+        self._launch = bound_call.BoundCall(load(combine_build(config)), cells)
 
     def __call__(
         self,
@@ -152,6 +155,11 @@ class Combine:
         """
         if len(pool_row) == 0:
             return
-        stream = cuda.CUstream(torch.cuda.current_stream(terms.device).cuda_stream)
-        tensors = (terms, pool_row, topk_weights, out)
-        self._function(*(tensor.data_ptr() for tensor in tensors), len(pool_row), stream)
+        self._launch(
+            terms.data_ptr(),
+            pool_row.data_ptr(),
+            topk_weights.data_ptr(),
+            out.data_ptr(),
+            len(pool_row),
+            bound_call.stream_handle(terms.device),
+        )

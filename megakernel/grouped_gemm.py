@@ -3,13 +3,13 @@
 The kernel is `grouped_gemm_sm90.py`; this module needs CuTe DSL only when it compiles or launches.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
 
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.megakernel import schedule
+from moe_ep.megakernel.bound_call import BoundCall, Int32, Int64, stream_handle
 from moe_ep.megakernel.compile_cache import KernelBuild, compile_all, load
 from moe_ep.megakernel.formats import BLOCK_ROWS, TILE_FORMATS, PreparedWeights, num_blocks
 from moe_ep.megakernel.knobs import (
@@ -23,8 +23,6 @@ from moe_ep.megakernel.problem import Activation
 
 # H and I: every channel group that a warp stores at once is whole.
 CHANNEL_MULTIPLE = 16
-# Argument sets kept ready, one for each combination of tensors that a caller passes.
-MAX_BOUND_CALLS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,8 +143,9 @@ class GroupedGemm:
         self.num_ctas = min(num_sms, max_sms or num_sms)
         # Position in the list and CTAs that left, of FC1 and of FC2; the kernels set them back.
         self._counters = torch.zeros(2, 2, dtype=torch.int32, device=self.device)
-        # Not `lru_cache`: with a bound method it is a cycle, which only the collector frees.
-        self._bound: dict[tuple, tuple] = {}
+        first = self._counters.data_ptr()
+        self._counter_addresses = {"fc1": first, "fc2": first + self._counters.nbytes // 2}
+        self._bound: dict[tuple[str, KernelKnobs], BoundCall] = {}  # no tensor is kept alive
 
     def spec(self, name: str, knobs: KernelKnobs) -> GemmSpec:
         is_fc1 = name == "fc1"
@@ -188,9 +187,8 @@ class GroupedGemm:
         offsets   int32 [e + 1] on the device: rows offsets[i] .. offsets[i + 1] are expert i's.
                   Rows from offsets[e] on are neither read as tokens nor written.
         """
-        self._launch(
-            "fc1", x_pool, offsets, weights.w13, weights.w13_alpha, weights.b13, out_hidden, None
-        )
+        parts = (weights.w13, weights.w13_alpha, weights.b13)
+        self._launch("fc1", x_pool, offsets, parts, out_hidden, None)
 
     def fc2(
         self,
@@ -205,47 +203,42 @@ class GroupedGemm:
         out_terms  BF16, or FP32 with `terms_are_fp32`
         dst_rows   int32 [P], with `scatters_terms`: row of `out_terms` for each pool row
         """
-        self._launch(
-            "fc2", hidden, offsets, weights.w2, weights.w2_alpha, weights.b2, out_terms, dst_rows
-        )
+        parts = (weights.w2, weights.w2_alpha, weights.b2)
+        self._launch("fc2", hidden, offsets, parts, out_terms, dst_rows)
 
-    def _launch(self, name, rows_in, offsets, codes, alpha, bias, rows_out, dst_rows) -> None:
-        num_rows = rows_in.shape[0]
+    def _launch(
+        self,
+        name: str,
+        rows_in: torch.Tensor,
+        offsets: torch.Tensor,
+        weights: tuple[torch.Tensor | None, ...],
+        rows_out: torch.Tensor,
+        dst_rows: torch.Tensor | None,
+    ) -> None:
+        num_rows = len(rows_in)
         if num_rows == 0:
             return
         assert rows_in.is_contiguous() and rows_out.is_contiguous()
         assert offsets.dtype == torch.int32 and len(offsets) == self.num_local_experts + 1
-        key = (
-            name,
-            num_rows,
-            codes.data_ptr(),
-            alpha.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            rows_in.data_ptr(),
-            rows_out.data_ptr(),
-            offsets.data_ptr(),
-            0 if dst_rows is None else dst_rows.data_ptr(),
-        )
-        if key not in self._bound:
-            if len(self._bound) >= MAX_BOUND_CALLS:
-                self._bound.clear()
-            self._bound[key] = self._bind(*key)
-        kernel, arguments = self._bound[key]
-        kernel(*arguments, _stream(torch.cuda.current_stream(self.device).cuda_stream))
-
-    def _bind(self, name: str, num_rows: int, *addresses: int):
-        """Loaded kernel and its prepared arguments for one combination of tensors."""
-        from moe_ep.megakernel.grouped_gemm_sm90 import arguments
-
         rows_per_expert = num_rows / self.num_local_experts
         knobs = self.knobs or choose_routed_knobs(self.weights_format, rows_per_expert)
-        counters = self._counters[0 if name == "fc1" else 1].data_ptr()
-        kernel = load(self.spec(name, knobs).kernel_build())
-        return kernel, arguments((*addresses, counters), num_rows, self.num_ctas)
+        self._bound_call(name, knobs)(
+            *map(_address, (*weights, rows_in, rows_out, offsets, dst_rows)),
+            self._counter_addresses[name],
+            num_rows,
+            0,
+            self.num_ctas,
+            stream_handle(rows_in.device),
+        )
+
+    def _bound_call(self, name: str, knobs: KernelKnobs) -> BoundCall:
+        call = self._bound.get((name, knobs))
+        if call is None:
+            cells = [*(Int64() for _ in range(8)), *(Int32() for _ in range(3)), Int64()]
+            call = BoundCall(load(self.spec(name, knobs).kernel_build()), cells)
+            self._bound[name, knobs] = call
+        return call
 
 
-@functools.cache
-def _stream(handle: int):
-    import cuda.bindings.driver as cuda
-
-    return cuda.CUstream(handle)
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -22,8 +22,6 @@ before it reads hidden rows: the offsets were complete before FC1 ran. So FC2 CT
 FC1 CTAs leave and fill their weight rings while others still finish FC1.
 """
 
-from collections.abc import Sequence
-
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.memory
@@ -409,13 +407,3 @@ def build(spec: GemmSpec) -> CompiledFunction:
         Int32(1),
         make_fake_stream(),
     )
-
-
-def arguments(addresses: Sequence[int], num_pool_rows: int, num_ctas: int) -> tuple:
-    """Arguments of a built kernel but for the stream; addresses in the order of `build`."""
-    dtypes = (Uint32, Float32, Float32, BFloat16, Uint32, Int32, Int32, Int32)
-    pointers = (
-        make_ptr(dtype, address, cute.AddressSpace.gmem)
-        for dtype, address in zip(dtypes, addresses, strict=True)
-    )
-    return *pointers, Int32(num_pool_rows), Int32(0), Int32(num_ctas)

@@ -1,5 +1,6 @@
 """What one build of the GEMM kernel fixes at compile time, and which build a problem gets."""
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -233,6 +234,7 @@ def choose_row(weights_format: str, rows_per_expert: float) -> KnobRow:
     return next((row for row in rows if rows_per_expert <= row.max_rows), rows[-1])
 
 
+@functools.lru_cache(1024)  # of every call
 def choose_routed_knobs(weights_format: str, mean_rows: float) -> KernelKnobs:
     """The table's row for a format and the mean number of rows of experts that a router fills. At a
     mean of 32 rows, half of the experts would need a second tile of 32: 317 us, 264 in one of 64.

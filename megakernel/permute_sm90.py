@@ -30,6 +30,7 @@ from cutlass import Int32, Int64, const_expr
 
 from moe_ep.comm import ptx
 from moe_ep.comm.errors import MoEEpConfigError
+from moe_ep.megakernel import bound_call
 from moe_ep.megakernel.compile_cache import CompiledFunction, KernelBuild, compile_for_sm90, load
 
 NUM_THREADS = 256
@@ -379,12 +380,16 @@ def permute_build(config: PermuteConfig) -> KernelBuild:
 class Permute:
     """The compiled kernel, launched on torch tensors in the current stream.
 
-    Raises `MoEEpUnavailableError` where it is not cached and CuTe DSL is not installed.
+    Built with the GPU current that it launches on. Raises `MoEEpUnavailableError` where it is not
+    cached and CuTe DSL is not installed.
     """
 
     def __init__(self, config: PermuteConfig) -> None:
         self._config = config
-        self._function = load(permute_build(config))
+        addresses = [bound_call.Int64() for _ in range(8)]
+        sizes = [bound_call.Int32() for _ in range(5)]
+        function, stream = load(permute_build(config)), bound_call.Int64()
+        self._launch = bound_call.BoundCall(function, [*addresses, *sizes, stream])
 
     def __call__(
         self,
@@ -407,13 +412,13 @@ class Permute:
         written up to row P alone. `status` is written when an id is not below `num_experts`, and
         otherwise left as it is: the caller clears it after having read it.
         """
-        num_tokens, device = len(topk_ids), topk_ids.device
+        num_tokens = len(topk_ids)
         if num_tokens == 0:
             out_counts.zero_()
             out_offsets.zero_()
             return
         has_copy = self._config.hidden is not None
-        self._function(
+        self._launch(
             topk_ids.data_ptr(),
             out_counts.data_ptr(),
             out_offsets.data_ptr(),
@@ -426,5 +431,5 @@ class Permute:
             *self._config.grid(num_tokens),
             num_experts,
             first_expert,
-            cuda.CUstream(torch.cuda.current_stream(device).cuda_stream),
+            bound_call.stream_handle(topk_ids.device),
         )

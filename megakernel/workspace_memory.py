@@ -8,6 +8,7 @@ from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.comm.group import EpGroup
 from moe_ep.comm.post_mortem import PostMortem
 from moe_ep.comm.symmetric import heap_of
+from moe_ep.megakernel.bound_call import stream_handle
 from moe_ep.megakernel.protocol import Phase
 from moe_ep.megakernel.workspace import Workspace
 
@@ -66,8 +67,7 @@ class WorkspaceMemory:
 
         What a CUDA graph replays is ordered by whoever replays it.
         """
-        # `torch.cuda.current_stream` makes an object, microseconds of every call.
-        handle = torch._C._cuda_getCurrentRawStream(self.group.device.index)
+        handle = stream_handle(self.group.device)
         if handle != self._last_handle and not torch.cuda.is_current_stream_capturing():
             stream = torch.cuda.current_stream(self.group.device)
             if self._last_stream is not None:

@@ -145,13 +145,14 @@ class OneRankGrouped(DeviceBackend):
         around = permute_and_combine_builds(shape, shape.num_experts)
         compile_all(around + self._experts.kernel_builds())  # several at a time
         self._experts.warmup()
-        self._combine = Combine(_combine_config(shape))
-        self._permutes = {
-            dtype: Permute(_permute_config(shape, shape.num_experts, dtype)) for dtype in ID_DTYPES
-        }
         x_TH = torch.zeros(1, shape.hidden, dtype=torch.bfloat16, device=device)
         weights_TK = torch.zeros(1, shape.top_k, device=device)
         with self.on_device():
+            self._combine = Combine(_combine_config(shape))
+            self._permutes = {
+                dtype: Permute(_permute_config(shape, shape.num_experts, dtype))
+                for dtype in ID_DTYPES
+            }
             for dtype in ID_DTYPES:
                 masked_TK = torch.full((1, shape.top_k), -1, dtype=dtype, device=device)
                 self.launch(x_TH, masked_TK, weights_TK, torch.empty_like(x_TH), 1)

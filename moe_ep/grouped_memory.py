@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from moe_ep.comm.errors import MoEEpConfigError
+from moe_ep.megakernel.bound_call import stream_handle
 from moe_ep.megakernel.formats import TILE_FORMATS
 from moe_ep.megakernel.problem import MoEShape
 from moe_ep.megakernel.workspace import Region
@@ -91,6 +92,7 @@ class GroupedWorkspace:
     def __init__(self, regions: tuple[Region, ...], device: torch.device) -> None:
         self.regions, self.device = regions, device
         self._last_stream: torch.cuda.Stream | None = None
+        self._last_handle: int | None = None
         self._tensors = {
             region.name: torch.empty(region.shape, dtype=_DTYPES[region.dtype], device=device)
             for region in regions
@@ -105,10 +107,12 @@ class GroupedWorkspace:
 
     def enter(self) -> None:
         """The current stream waits for the last call's, if that was another one."""
-        stream = torch.cuda.current_stream(self.device)
-        if self._last_stream not in (None, stream):
-            stream.wait_stream(self._last_stream)
-        self._last_stream = stream
+        handle = stream_handle(self.device)
+        if handle != self._last_handle:
+            stream = torch.cuda.current_stream(self.device)
+            if self._last_stream is not None:
+                stream.wait_stream(self._last_stream)
+            self._last_stream, self._last_handle = stream, handle
 
 
 _shared: WeakValueDictionary[tuple, GroupedWorkspace] = WeakValueDictionary()

@@ -143,7 +143,8 @@ class GroupedReceived:
 
         self._layer.warmup()
         top_k, hidden = self._combine_key
-        self._combine = Combine(CombineConfig(top_k=top_k, hidden=hidden))
+        with self._layer.on_device():
+            self._combine = Combine(CombineConfig(top_k=top_k, hidden=hidden))
 
     def __call__(self, rows: ReceivedRows, out_NH: torch.Tensor) -> None:
         ids, weights = rows.ids_NJ, rows.weights_NJ
