@@ -10,6 +10,7 @@ from importlib import import_module
 from importlib.metadata import version
 
 from moe_ep.comm.errors import MoEEpConfigError
+from moe_ep.launch import log, torchrun
 
 # name -> (module, one line of help)
 COMMANDS = {
@@ -40,10 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             subparser.set_defaults(run=module.run)
     args = parser.parse_args(argv)
     try:
+        log.check_level()
         return args.run(args)
     except MoEEpConfigError as error:
-        print(f"moe-ep {args.command}: {error}", file=sys.stderr)
-        return 2
+        if not torchrun.record(error):
+            print(f"moe-ep {args.command}: {error}", file=sys.stderr)
+        return torchrun.REFUSED
+    except Exception as error:
+        if not torchrun.record(error):
+            raise
+        return 1
 
 
 if __name__ == "__main__":

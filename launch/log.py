@@ -17,10 +17,7 @@ def setup(rank: int = 0, num_ranks: int = 1, level: str | None = None) -> loggin
 
     Calling it again replaces the earlier handler. Raises `MoEEpConfigError` for another level.
     """
-    name = level or os.environ.get("MOE_EP_LOG") or ("info" if rank == 0 else "warning")
-    if name.lower() not in _LEVELS:
-        source = "level" if level else "MOE_EP_LOG"
-        raise MoEEpConfigError(f"{source} {name!r} is not known; allowed: {', '.join(_LEVELS)}")
+    name = check_level(level) or ("info" if rank == 0 else "warning")
     handler = logging.StreamHandler(sys.stderr)
     prefix = f"rank {rank}/{num_ranks} " if num_ranks > 1 else ""
     handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(levelname)s %(message)s"))
@@ -29,3 +26,12 @@ def setup(rank: int = 0, num_ranks: int = 1, level: str | None = None) -> loggin
     logger.setLevel(name.upper())
     logger.propagate = False  # an application's root handler would print every line twice
     return logger
+
+
+def check_level(level: str | None = None) -> str | None:
+    """`level`, or what MOE_EP_LOG says, if anything; raises `MoEEpConfigError` if it is unknown."""
+    name = level or os.environ.get("MOE_EP_LOG")
+    if name and name.lower() not in _LEVELS:
+        source = "level" if level else "MOE_EP_LOG"
+        raise MoEEpConfigError(f"{source} {name!r} is not known; allowed: {', '.join(_LEVELS)}")
+    return name

@@ -1,9 +1,16 @@
-"""Start a subcommand again under torchrun, one process for each rank."""
+"""Start a subcommand again under torchrun, one process for each rank; say once why it failed."""
 
 import argparse
+import logging
 import os
-import subprocess
+import signal
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+REFUSED = 2  # exit code for arguments that no layer would take
 
 
 def is_worker() -> bool:
@@ -12,12 +19,30 @@ def is_worker() -> bool:
 
 
 def start(args: argparse.Namespace, num_ranks: int) -> int:
-    """Run the parsed subcommand on `num_ranks` local processes; return torchrun's exit code."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={num_ranks}", "--module", "moe_ep.launch.cli"]
+    """Run the parsed subcommand on `num_ranks` local processes; return 0, or the exit code of the
+    rank whose error is printed: one that refused its arguments, else the first that failed."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
     # One thread for each rank is torchrun's own choice; said here, it does not warn about it.
-    environ = {"OMP_NUM_THREADS": "1", **os.environ}
-    return subprocess.run(command + command_line(args), env=environ, check=False).returncode
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    options = ["--standalone", f"--nproc-per-node={num_ranks}", "--module", "moe_ep.launch.cli"]
+    _silence_elastic()
+    try:
+        run.run(run.parse_args(options + command_line(args)))
+    except ChildFailedError as error:
+        return _report(args.command, error)
+    return 0
+
+
+def record(error: Exception) -> bool:
+    """Leave a worker's error to the process that started it; False where nothing waits for it."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return False
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    get_error_handler().record_exception(error)
+    return True
 
 
 def command_line(args: argparse.Namespace) -> list[str]:
@@ -30,3 +55,35 @@ def command_line(args: argparse.Namespace) -> list[str]:
         if value is not True:
             words += [str(item) for item in (value if isinstance(value, list) else [value])]
     return words
+
+
+def _report(command: str, error: "ChildFailedError") -> int:
+    """Print what a rank refused; else the traceback of the rank that failed first, and a line for
+    each that was not merely ended after it. The exit code of the one told."""
+    failures = error.failures
+    rank, failure = error.get_first_failure()
+    refused = [rank for rank in failures if failures[rank].exitcode == REFUSED]
+    if refused:
+        print(f"moe-ep {command}: {_text(failures[refused[0]])}", file=sys.stderr)
+        return REFUSED
+    if isinstance(failure.message, dict):
+        print(f"rank {rank}: {failure.message['extraInfo']['py_callstack']}", file=sys.stderr)
+    for rank, each in failures.items():
+        if each.exitcode != -signal.SIGTERM:
+            print(f"moe-ep {command}: rank {rank}: {_text(each)}", file=sys.stderr)
+    return max(failure.exitcode, 1)
+
+
+def _text(failure: "ProcessFailure") -> str:
+    if isinstance(failure.message, dict):  # what `record` has left: "class: text"
+        return failure.message["message"].partition(": ")[2]
+    if failure.exitcode < 0:
+        return f"ended by signal {-failure.exitcode}"
+    return f"exit code {failure.exitcode}"
+
+
+def _silence_elastic() -> None:
+    """Its lines on a failure say what `_report` says; a logger of each module has its own level."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)

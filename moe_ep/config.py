@@ -21,6 +21,24 @@ def _check_activations(activations: str) -> None:
         )
 
 
+def _check_knobs(config: str, knobs: object, words: dict[str, str]) -> None:
+    """`words`: what may stand for a choice, and what it means."""
+    if knobs is None or isinstance(knobs, str) and knobs in words:
+        return
+    from moe_ep.megakernel.knobs import KernelKnobs  # it loads torch, which its owner has loaded
+
+    if not isinstance(knobs, KernelKnobs):
+        allowed = ["None (chosen from the table)", *(f"{w!r} ({words[w]})" for w in words)]
+        raise MoEEpConfigError(
+            f"{config} knobs is {knobs!r}; allowed: {', '.join(allowed)} or KernelKnobs"
+        )
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise MoEEpConfigError(f"{name} must be True or False, got {value!r}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class MegaKernelConfig:
     """The fused kernel. `knobs`: None (table), "auto" (tuned at warm-up) or explicit `KernelKnobs`.
@@ -34,8 +52,12 @@ class MegaKernelConfig:
 
     def __post_init__(self) -> None:
         _check_activations(self.activations)
-        if self.max_sms is not None and self.max_sms < 1:
-            raise MoEEpConfigError(f"max_sms must be at least 1, got {self.max_sms}")
+        _check_knobs("MegaKernelConfig", self.knobs, {"auto": "tuned at warm-up"})
+        if self.max_sms is not None and (type(self.max_sms) is not int or self.max_sms < 1):
+            raise MoEEpConfigError(
+                f"MegaKernelConfig max_sms must be None or an int of at least 1, got "
+                f"{self.max_sms!r}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +77,7 @@ class MegaConfig:
             raise MoEEpConfigError(
                 f"MegaConfig megakernel must be MegaKernelConfig, got {self.megakernel!r}"
             )
+        _check_bool("MegaConfig preprocess_weights", self.preprocess_weights)
         needed = self.megakernel.activations != "bf16"
         if self.quantize_input is not None and self.quantize_input != needed:
             raise MoEEpConfigError(
@@ -78,7 +101,8 @@ class NcclEpConfig:
     exact_combine: bool = False
 
     def __post_init__(self) -> None:
-        if self.mode not in NCCL_EP_LAYOUTS:
+        _check_bool("NcclEpConfig exact_combine", self.exact_combine)
+        if self.mode not in tuple(NCCL_EP_LAYOUTS):
             raise MoEEpConfigError(
                 f"NcclEpConfig mode {self.mode!r} is not known; allowed: "
                 f"{', '.join(NCCL_EP_LAYOUTS)}"
@@ -121,6 +145,7 @@ class GroupedGemmConfig:
 
     def __post_init__(self) -> None:
         _check_activations(self.activations)
+        _check_knobs("GroupedGemmConfig", self.knobs, {})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,8 +48,6 @@ def layer_misfit(
     """Why the kernel cannot run the layer, on whatever device."""
     if kernel.activations != "bf16":
         return f"activations={kernel.activations!r} is not built yet; allowed: 'bf16'"
-    if kernel.knobs is not None and not isinstance(kernel.knobs, KernelKnobs):
-        return f"knobs is {kernel.knobs!r}; allowed: None (chosen from the table) or KernelKnobs"
     if shape.hidden % CHANNEL_MULTIPLE:
         return f"hidden is {shape.hidden}; allowed: multiples of {CHANNEL_MULTIPLE}"
     multiple = CHANNEL_MULTIPLE * (num_ranks if parallel == "tp" else 1)

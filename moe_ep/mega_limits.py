@@ -32,11 +32,6 @@ def layer_misfit(
     if not config.preprocess_weights:
         return "preprocess_weights=False is not built yet; allowed: True"
     knobs = kernel.knobs
-    if knobs not in (None, "auto") and not isinstance(knobs, KernelKnobs):
-        return (
-            f"knobs is {knobs!r}; allowed: None (chosen from the table), 'auto' (tuned at warm-up) "
-            "or KernelKnobs"
-        )
     if parallel == "ep" and shape.num_experts < num_ranks:
         return f"{num_ranks} ranks hold {shape.num_experts} experts; allowed: at least one each"
     num_local_experts = most_local_experts(shape, num_ranks, parallel)

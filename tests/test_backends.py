@@ -8,7 +8,12 @@ import torch
 from moe_ep import MegaConfig, MoEShape, SplitConfig, supports
 from moe_ep.backends import AUTO_ORDER, choose_backend, describe
 from moe_ep.comm.errors import MoEEpConfigError
-from moe_ep.config import GroupedGemmConfig
+from moe_ep.config import (
+    GroupedGemmConfig,
+    MegaKernelConfig,
+    NcclEpConfig,
+    TorchGemmConfig,
+)
 from moe_ep.grouped_limits import MAX_TOP_K, max_local_experts
 from moe_ep.megakernel.knobs import KNOB_TABLE, MAX_SMEM_BYTES
 from moe_ep.megakernel.problem import WEIGHT_FORMATS
@@ -118,15 +123,9 @@ def test_tp_divides_the_intermediate_into_multiples_and_keeps_every_expert(machi
     assert "at most" in reason(machine, shape(num_experts=most + 1), "bf16", **tp)
 
 
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ({"activations": "fp8"}, "activations='fp8' is not built yet; allowed: 'bf16'"),
-        ({"knobs": "auto"}, "knobs is 'auto'; allowed: None"),
-    ],
-)
-def test_a_configuration_that_is_not_built_is_refused(machine, config, said):
-    backend = SplitConfig(kernel=GroupedGemmConfig(**config))
+def test_a_configuration_that_is_not_built_is_refused(machine):
+    backend = SplitConfig(kernel=GroupedGemmConfig(activations="fp8"))
+    said = "activations='fp8' is not built yet; allowed: 'bf16'"
     assert said in reason(machine, shape(), backend=backend)
 
 
@@ -170,6 +169,39 @@ def test_arguments_that_no_layer_has_are_errors(arguments, said):
         supports(**{"shape": shape(), "weights_format": "bf16"} | arguments)
 
 
-def test_a_configuration_in_the_place_of_another_is_an_error():
-    with pytest.raises(MoEEpConfigError, match="megakernel must be MegaKernelConfig, got 3"):
-        MegaConfig(megakernel=3)
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        (MegaConfig, {"megakernel": 3}, "megakernel must be MegaKernelConfig, got 3"),
+        (MegaConfig, {"preprocess_weights": 1}, "preprocess_weights must be True or False, got 1"),
+        (
+            MegaConfig,
+            {"quantize_input": True},
+            "quantize_input=True contradicts activations=",
+        ),
+        (
+            MegaKernelConfig,
+            {"knobs": "fast"},
+            "knobs is 'fast'; allowed: None .*, 'auto'",
+        ),
+        (MegaKernelConfig, {"knobs": 3}, "knobs is 3; allowed: None"),
+        (MegaKernelConfig, {"max_sms": "20"}, "max_sms must be None or an int .* got '20'"),
+        (MegaKernelConfig, {"max_sms": True}, "max_sms must be None or an int .* got True"),
+        (MegaKernelConfig, {"max_sms": 0}, "max_sms must be None or an int of at least 1, got 0"),
+        (MegaKernelConfig, {"activations": "bf61"}, "activations 'bf61' is not known; allowed: bf"),
+        (GroupedGemmConfig, {"knobs": "auto"}, "GroupedGemmConfig knobs is 'auto'; allowed: None"),
+        (GroupedGemmConfig, {"activations": None}, "activations None is not known; allowed: bf16"),
+        (SplitConfig, {"comm": TorchGemmConfig()}, "comm must be NcclEpConfig or TorchCommConfig"),
+        (SplitConfig, {"kernel": "grouped"}, "kernel must be GroupedGemmConfig or .* 'grouped'"),
+        (NcclEpConfig, {"mode": ["ll"]}, r"mode \['ll'\] is not known; allowed: ll, ht"),
+        (
+            NcclEpConfig,
+            {"mode": "ht", "layout": "rank_major"},
+            "not one of mode 'ht'; allowed: f",
+        ),
+        (NcclEpConfig, {"exact_combine": "no"}, "exact_combine must be True or False, got 'no'"),
+    ],
+)
+def test_what_a_configuration_does_not_take_is_named_without_a_gpu(kind, options, said):
+    with pytest.raises(MoEEpConfigError, match=said):
+        kind(**options)

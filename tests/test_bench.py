@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from moe_ep import EpGroup, MoEInputs, MoEShape, MoEWeights
 from moe_ep.comm.errors import MoEEpConfigError
@@ -196,6 +197,57 @@ def test_bench_of_every_experts_part(tmp_path):
     with pytest.raises(MoEEpConfigError, match="intermediate 128 does not divide over 2 ranks"):
         group = EpGroup(rank=0, num_ranks=2, device=torch.device("cpu"))
         random_weights(geometry("tiny"), "fp8_block", group, "tp")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_the_ranks_refuse_is_said_once_whatever_their_number(monkeypatch, capfd, num_ranks):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    words = ["--geometry", "tiny", "--ranks", str(num_ranks), "--experts-per-rank", "17"]
+    assert cli.main(["bench", *words]) == 2
+    printed = capfd.readouterr().err
+    (line,) = (line for line in printed.splitlines() if line.startswith("moe-ep"))
+    assert "Traceback" not in printed
+    assert line.startswith("moe-ep bench: --experts-per-rank 17 on")
+    assert line.endswith("allowed for tiny: 4 to 16")
+
+
+@pytest.mark.parametrize(
+    ("failures", "said", "code"),
+    [
+        ({1: (7, None)}, ["rank 1: exit code 7"], 7),
+        ({0: (-15, None), 1: (-11, None)}, ["rank 1: ended by signal 11"], 1),
+        ({0: (1, "lost"), 1: (2, "wrong")}, ["wrong"], 2),
+        ({0: (1, "late"), 1: (1, "early")}, ["rank 0: late", "rank 1: early"], 1),
+    ],
+)
+def test_a_refusal_is_told_alone_and_else_the_traceback_of_the_first_rank_that_failed(
+    monkeypatch, capsys, tmp_path, failures, said, code
+):
+    def run(arguments) -> None:
+        found = {}
+        for rank, (exit_code, text) in failures.items():
+            file = tmp_path / str(rank)
+            if text:  # as `record` writes it, the last rank's first
+                monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+                try:
+                    raise MoEEpConfigError(text)
+                except MoEEpConfigError as error:
+                    assert torchrun.record(error)
+                record = json.loads(file.read_text())
+                record["message"]["extraInfo"]["timestamp"] = str(10 - rank)
+                file.write_text(json.dumps(record))
+            found[rank] = ProcessFailure(rank, 0, exit_code, str(file))
+            found[rank].timestamp = found[rank].timestamp or rank
+        raise ChildFailedError("moe-ep", found)
+
+    monkeypatch.setattr("torch.distributed.run.run", run)
+    args = argparse.Namespace(command="tune", run=None)
+    assert torchrun.start(args, 2) == code
+    printed = capsys.readouterr().err
+    lines = [line for line in printed.splitlines() if line.startswith("moe-ep tune: ")]
+    assert [line.removeprefix("moe-ep tune: ") for line in lines] == said
+    assert printed.startswith("rank 1: Traceback") == ("rank 1: early" in said)
 
 
 @pytest.mark.parametrize(

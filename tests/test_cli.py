@@ -40,6 +40,15 @@ def test_an_unknown_word_is_a_usage_error(
     assert "usage: moe-ep" in capsys.readouterr().err
 
 
+def test_a_level_of_logging_that_is_unknown_is_refused_by_every_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MOE_EP_LOG", "loud")
+    for words in (["doctor", "--json"], ["estimate", "--geometry", "tiny"]):
+        assert cli.main(words) == 2
+        assert "MOE_EP_LOG 'loud' is not known; allowed: debug, info" in capsys.readouterr().err
+
+
 def test_doctor_reports_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
