@@ -21,6 +21,7 @@ from moe_ep.comm.nccl_ep_limits import library_misfit
 from moe_ep.config import NCCL_EP_LAYOUTS
 from moe_ep.grouped_limits import device_misfit
 from moe_ep.launch import spawn
+from moe_ep.mega_limits import peers_misfit
 from moe_ep.reference import combine_terms
 
 NUM_EXPERTS, TOP_K, HIDDEN, NUM_TOKENS = 8, 2, 1024, 16
@@ -82,6 +83,10 @@ def run_check(check: Check, num_ranks: int = 1, device: str = "cuda") -> Outcome
 
 def kernels_misfit() -> str | None:
     return device_misfit(torch.device("cuda"), "the mega kernel's transport")
+
+
+def two_gpus_misfit() -> str | None:
+    return kernels_misfit() or peers_misfit(2)
 
 
 def try_virtual_ranks(rank: int, num_ranks: int) -> str:
@@ -155,7 +160,7 @@ def try_nccl_ep(rank: int, num_ranks: int) -> str:
 
 CHECKS = (
     Check("virtual ranks", try_virtual_ranks, kernels_misfit),
-    Check("peers", try_peers, kernels_misfit, least=2, most=2),
+    Check("peers", try_peers, two_gpus_misfit, least=2, most=2),
     Check("NCCL-EP", try_nccl_ep, library_misfit, most=2),
 )
 

@@ -76,7 +76,7 @@ class PingPongKernel:
         launched, _, _ = cute.arch.block_idx()
         rank = first_rank + launched
         own_local = local + Int64(launched) * 16
-        gave_up = cutlass.utils.SmemAllocator().allocate_array(Int32)
+        gave_up = cutlass.memory.SmemAllocator().allocate_array(Int32)
         watch = Watch(
             is_bounded=True,
             rank=rank,

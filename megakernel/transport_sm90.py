@@ -149,7 +149,7 @@ class TransportSm90:
         thread_idx, _, _ = cute.arch.thread_idx()
         cta_idx, _, _ = cute.arch.block_idx()
         layout = self.layout
-        shared = cutlass.utils.SmemAllocator().allocate(self.shared_storage)
+        shared = cutlass.memory.SmemAllocator().allocate(self.shared_storage)
         storage = shared.dispatch
         threads = Threads(thread_idx, NUM_THREADS, 0)
 

@@ -3,10 +3,13 @@
 import json
 import os
 import platform
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
 
+from moe_ep import grouped_limits, mega_limits
+from moe_ep.comm import nccl_ep_limits
 from moe_ep.launch import cli, doctor, doctor_checks
 
 TOPOLOGY = (
@@ -121,6 +124,47 @@ def test_a_check_that_fails_or_dies_is_a_line_of_the_report(
         assert cli.main(["doctor"]) == code
     printed = capsys.readouterr().out
     assert "3 of 3 values are wrong" in printed and "failed" in printed
+
+
+@pytest.mark.parametrize(
+    ("missing", "not_run"),
+    [
+        ("nothing", {}),
+        ("cutlass", {"virtual ranks": "nvidia-cutlass-dsl", "peers": "nvidia-cutlass-dsl"}),
+        ("nvshmem", {"peers": "nvshmem4py"}),
+        ("nccl-extensions", {"NCCL-EP": "nccl-extensions"}),
+    ],
+)
+def test_a_check_that_lacks_a_package_did_not_run_and_names_it(
+    monkeypatch: pytest.MonkeyPatch, missing: str, not_run: dict[str, str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for module in (grouped_limits, mega_limits):
+        monkeypatch.setattr(module, "find_spec", lambda name: None if name == missing else name)
+    monkeypatch.setattr(nccl_ep_limits, "version", lambda name: find_version(name, missing))
+    monkeypatch.setattr(nccl_ep_limits, "loaded_nccl", lambda: nccl_ep_limits.LEAST_NCCL)
+    monkeypatch.setattr(nccl_ep_limits, "_nvcc", lambda: "nvcc")
+    started = []
+
+    def run_check(check: doctor_checks.Check, num_ranks: int) -> doctor_checks.Outcome:
+        started.append((check.name, num_ranks))
+        return doctor_checks.Outcome(check.name, True, "")
+
+    monkeypatch.setattr(doctor_checks, "run_check", run_check)
+    outcomes = {outcome.check: outcome for outcome in doctor_checks.run_checks(print)}
+    assert {name for name, outcome in outcomes.items() if outcome.ok is None} == set(not_run)
+    for name, package in not_run.items():
+        assert package in outcomes[name].detail
+    everything = [("virtual ranks", 1), ("peers", 2), ("NCCL-EP", 2)]
+    assert started == [check for check in everything if check[0] not in not_run]
+
+
+def find_version(name: str, missing: str) -> str:
+    if name == missing:
+        raise PackageNotFoundError(name)
+    return "1.0"
 
 
 def test_nvlinks_are_counted_once_a_pair() -> None:
