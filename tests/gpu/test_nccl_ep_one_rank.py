@@ -15,12 +15,14 @@ from layer_cases import make_weights
 from test_nccl_ep import (
     CAPACITY,
     GROUPED,
+    JOB_S,
     KINDS,
     SHAPE,
     all_calls,
     error,
     inputs_of,
     max_error,
+    on_cpu,
     on_gpu,
     replay,
 )
@@ -35,7 +37,7 @@ from moe_ep.grouped import GroupedExperts
 from moe_ep.launch import spawn
 from moe_ep.split_nccl_ep import NcclEpSplit, make_nccl_ep_split
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(420)]
 
 LAYER_ID, TIMEOUT_S = 1, 20.0
 NUM_REPEATS = 300
@@ -97,12 +99,12 @@ def run_kind(rank: int, num_ranks: int, kind: str) -> dict[str, list[torch.Tenso
     alone = MoEEpLayer(SHAPE, weights, max_tokens_per_rank=CAPACITY, backend=backend)
     alone.warmup()
     found["alone"] = all_calls(alone, rank)
-    return {name: [out.cpu() for out in outs] for name, outs in found.items()}
+    return on_cpu(found)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_layout_gives_the_layer_on_one_gpu(kind):
-    outputs = spawn.run(run_kind, 1, kind, device="cuda", timeout_s=280)
+    outputs = spawn.run(run_kind, 1, kind, device="cuda", timeout_s=JOB_S)
     assert 0 < error(outputs, kind) <= max_error(kind)
     (found,) = outputs
     for name in ("graph", "again") + (("alone",) if kind.endswith("exact") else ()):
