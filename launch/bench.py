@@ -25,7 +25,7 @@ from moe_ep.comm.group import EpGroup
 from moe_ep.config import MegaConfig
 from moe_ep.inputs import MoEInputs
 from moe_ep.launch import bootstrap, torchrun
-from moe_ep.launch.backends import BACKENDS, named_backend
+from moe_ep.launch.backends import BACKENDS, BackendNames, named_backend
 from moe_ep.launch.bench_report import MAX_ERROR, provenance, show
 from moe_ep.launch.geometries import GEOMETRIES
 from moe_ep.launch.output_file import output_file
@@ -58,7 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what ranks divide: the experts, or every expert's intermediate",
     )
     parser.add_argument("--skew", action="store_true", help="every second token has expert 0")
-    parser.add_argument("--backend", nargs="+", choices=BACKENDS, default=["auto"])
+    parser.add_argument(
+        "--backend",
+        nargs="+",
+        action=BackendNames,
+        default=["auto"],
+        metavar="NAME",
+        help=f"of {', '.join(BACKENDS)} (default: auto)",
+    )
     parser.add_argument("--weights-format", nargs="+", choices=WEIGHT_FORMATS, default=["bf16"])
     parser.add_argument("--iterations", type=int, default=50, help="timed calls of each kind")
     parser.add_argument(

@@ -162,6 +162,14 @@ def test_times_are_those_of_the_slowest_rank_on_every_rank():
     assert min(times[0]) >= 0.04
 
 
+def test_backends_are_listed_by_blanks_or_commas(capsys):
+    for words in (["mega", "split"], ["mega,split"]):
+        assert parse(["--backend", *words]).backend == ["mega", "split"]
+    with pytest.raises(SystemExit):
+        parse(["--backend", "mega,splitt"])
+    assert "'splitt' is not known; allowed: auto, mega, split, split-t" in capsys.readouterr().err
+
+
 def test_options_survive_the_way_through_torchrun():
     args = parse(["--tokens", "1", "4", "--graph", "--backend", "auto", "mega", "--json", "a b"])
     words = torchrun.command_line(args)
@@ -325,12 +333,22 @@ def test_cpu_ratio_fails_above_its_limit(monkeypatch, capsys, layer_s, exit_code
 @pytest.mark.gpu
 def test_gpu_bench_checks_values_and_stays_under_the_peaks(tmp_path):
     path = tmp_path / "bench.json"
-    words = ["--tokens", "8", "--backend", "auto", "split-torch", "--json", str(path)]
+    words = ["--tokens", "8", "--backend", "mega,split,split-torch", "--json", str(path)]
     words += ["--geometry", "qwen3", "--graph", "--eager", "--stages"]
     assert cli.main(["bench", *words]) == 0
-    for result in json.loads(path.read_text())["results"]:
+    results = json.loads(path.read_text())["results"]
+    kinds = [("mega", True), ("mega", False), ("split", True), ("split", False)]
+    kinds += [("split-torch", False)]  # which no graph can hold
+    assert [(result["backend"], result["is_graph"]) for result in results] == kinds
+    for result in results:
         assert 0 < result["memory_share"] < 1
         assert 0 < result["matmul_share"] < 1
+        assert result["is_graph"] == (result["host_us"] is None)
+        if result["backend"] == "mega":
+            spans = result["stages"]["spans_us"]
+            assert 0 < spans["FC1 and FC2"] < sum(spans.values()) < 1e5
+        else:
+            assert result["stages"] is None
 
 
 def test_the_transports_are_timed_alone_over_real_ranks(tmp_path, capfd):

@@ -55,6 +55,7 @@ def test_every_environment_variable_is_in_the_table() -> None:
     assert len(table) <= 5
 
 
+@pytest.mark.timeout(620)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_example_runs(num_ranks: int, tmp_path: Path) -> None:
     script = tmp_path / "example.py"
@@ -62,6 +63,7 @@ def test_the_example_runs(num_ranks: int, tmp_path: Path) -> None:
     assert len(example().splitlines()) <= 18
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [sys.executable, *(launcher if num_ranks > 1 else []), script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    # Seconds on a quiet machine, minutes where three imports of torch share a core with others.
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(f"of {num_ranks} on") == num_ranks
