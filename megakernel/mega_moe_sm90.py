@@ -53,6 +53,14 @@ from moe_ep.megakernel.decode import make_decoder
 from moe_ep.megakernel.dispatch import WARP_SIZE, Dispatch
 from moe_ep.megakernel.epilogue_sm90 import EpilogueSm90
 from moe_ep.megakernel.formats import num_slabs
+from moe_ep.megakernel.item_list import (
+    FIRST_ROW,
+    FIRST_SLICE,
+    NUM_ROWS,
+    NUM_SLICES,
+    TILE,
+    ItemList,
+)
 from moe_ep.megakernel.item_ring import (
     END,
     EXPERT,
@@ -79,8 +87,6 @@ WEIGHTS_WARP, TOKENS_WARP, DISPATCH_WARP = 0, 1, 2
 WARPS_PER_WARPGROUP = 4
 # Named barriers; 0 is that of the whole CTA.
 NAME_MATH, NAME_BROUGHT = 1, 2
-# Words of an item record. GEMM: 0 = FC1, 1 = FC2.
-GEMM, FIRST_SLICE, NUM_SLICES, FIRST_ROW, NUM_ROWS, TILE = range(EXPERT + 1, EXPERT + 7)
 SLABS_AHEAD = 3  # of an item's end, when the next one is taken: about 3 us
 RECORD_BYTES = 64  # of a post-mortem record
 
@@ -109,6 +115,7 @@ class MegaMoESm90:
         self.fc2_slabs = num_slabs(spec.layout.intermediate)
         self.num_math_warps = WARPS_PER_WARPGROUP * spec.knobs.num_math_warpgroups
         self.num_math_threads = THREADS_PER_WARPGROUP * spec.knobs.num_math_warpgroups
+        self.item_list = ItemList(spec)
         self.items = ItemRing(2 * spec.knobs.stages, TILE + 1, self.num_math_warps + 1)
         self.tile_slices = self.fc1.num_slices * self.num_math_warps  # fc1_done of a finished tile
 
@@ -409,28 +416,15 @@ class MegaMoESm90:
     def weights_role(self, view, shared, bars, weights):
         """Weight warp: takes items, publishes their records, streams their weights."""
         lane = cute.arch.lane_idx()
-        num_tiles = self.tiles_up_to(shared.dispatch, self.layout.num_local_experts - 1)
-        fc1_items = num_tiles * self.row_items(0)
-        fc2_items = num_tiles * self.row_items(1)
-        fc1_halved, fc2_halved = schedule.num_halved_fused(
-            fc1_items, fc2_items, view.num_ctas, self.knobs.slices_per_item
-        )
-        fc1_listed = fc1_items + fc1_halved
-        num_listed = fc1_listed + fc2_items + fc2_halved
+        work = self.item_list.measure(shared.dispatch, view.num_ctas)
         next_item = int32_ptr(view.counter(self.layout.counters.next_item))
         stage, phase = Int32(0), Int32(1)
         record, record_phase = Int32(0), Int32(1)
         position = Int32(view.cta)
         is_first = Int32(1)
-        while position < num_listed:
-            gemm = Int32(position >= fc1_listed)
-            item, part = schedule.listed_item(
-                position - gemm * fc1_listed,
-                schedule.select(gemm, fc2_items, fc1_items),
-                schedule.select(gemm, fc2_halved, fc1_halved),
-            )
-            found = self.find_item(shared.dispatch, gemm, item, part, lane)
-            expert, _, first_slice, num_slices, _, _, _ = found
+        while position < work.num_listed:
+            found = self.item_list.find(shared.dispatch, work, position, lane)
+            expert, gemm, first_slice, num_slices, _, _, _ = found
             self.items.publish(shared, record, record_phase, found)
             record, record_phase = self.items.advance(record, record_phase)
             matrix = weights[0] + Int64(expert) * self.fc1.expert_bytes
@@ -465,41 +459,6 @@ class MegaMoESm90:
             )  # fmt: skip
             position = cute.arch.shuffle_sync(position, 0)
         self.items.publish(shared, record, record_phase, (Int32(END),))
-
-    def row_items(self, gemm: int) -> int:
-        return (self.fc1, self.fc2)[gemm].grid(1).row_items
-
-    @cute.jit
-    def tiles_up_to(self, storage, place):
-        """Token tiles of the experts up to and with the one at `place` of the order."""
-        expert = (storage.order.data_ptr() + place).load()
-        rows = (storage.rows.data_ptr() + expert).load()
-        tiles = schedule.num_token_tiles(rows, self.knobs.max_tile_width)
-        return (storage.first_tile.data_ptr() + expert).load() + tiles
-
-    @cute.jit
-    def find_item(self, storage, gemm: Int32, item: Int32, part: Int32, lane: Int32):
-        """The record of an item of a GEMM's list; the whole warp computes it."""
-        row_items = schedule.select(gemm, Int32(self.row_items(1)), Int32(self.row_items(0)))
-        num_slices = schedule.select(gemm, Int32(self.fc2.num_slices), Int32(self.fc1.num_slices))
-        place = Int32(0)
-        for first in cutlass.range_constexpr(0, self.layout.num_local_experts, WARP_SIZE):
-            ends_before = False
-            if first + lane < self.layout.num_local_experts:
-                ends_before = self.tiles_up_to(storage, first + lane) * row_items <= item
-            place += cute.arch.popc(cute.arch.vote_ballot_sync(ends_before))
-        expert = (storage.order.data_ptr() + place).load()
-        first_tile = (storage.first_tile.data_ptr() + expert).load()
-        rows = (storage.rows.data_ptr() + expert).load()
-        item -= first_tile * row_items
-        num_tiles = schedule.num_token_tiles(rows, self.knobs.max_tile_width)
-        first_slice, num_slices = schedule.item_slices(
-            item // num_tiles, part, num_slices, self.knobs.slices_per_item
-        )
-        tile = item % num_tiles
-        first, num_rows = schedule.tile_rows(tile, rows, num_tiles)
-        first_row = (storage.first_row.data_ptr() + expert).load() + first
-        return expert, gemm, first_slice, num_slices, first_row, num_rows, first_tile + tile
 
     # ---- warp 1
 
