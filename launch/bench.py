@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
         with bootstrap.session() as group:
             results = bench_comm.run(args, group)
             if group.rank == 0:
-                bench_comm.report(args, results)
+                bench_comm.report(results)
         return 0
     with bootstrap.session() as group:
         record = bench_on_rank(args, group)

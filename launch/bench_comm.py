@@ -17,10 +17,13 @@ and fro.
 import argparse
 import functools
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
 
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.comm.group import EpGroup
@@ -123,27 +126,32 @@ def run(args: argparse.Namespace, group: EpGroup) -> Report:
             benches[f"nccl-ep-{mode}"] = functools.partial(bench_nccl_ep, mode)
         else:
             left_out[f"nccl-ep-{mode}"] = misfit
-    results, moments_us = [], {}
-    for num_tokens in args.tokens:
-        inputs = random_inputs(shape, num_tokens, group)
-        if args.stages and "fused" in benches:
-            moments_us[num_tokens] = fused_moments(shape, inputs, group)
-        traffic = count_traffic(shape, inputs, group)
-        for transport, bench in benches.items():
-            is_captured = args.graph and transport != "torch"
-            for is_graph in (True, False) if is_captured and args.eager else (is_captured,):
-                case = Case(
-                    shape=shape,
-                    inputs=inputs,
-                    group=group,
-                    iterations=args.iterations,
-                    is_graph=is_graph,
-                )
-                results.append(make_result(transport, case, bench(case), traffic))
-    ping_pong_us = None
+    found = Report([], left_out, None, {})
+    with Progress(console=Console(stderr=True), transient=True, disable=group.rank > 0) as progress:
+        bar = progress.add_task("", total=len(args.tokens) * len(benches))
+        for num_tokens in args.tokens:
+            inputs = random_inputs(shape, num_tokens, group)
+            if args.stages and "fused" in benches:
+                found.moments_us[num_tokens] = fused_moments(shape, inputs, group)
+            traffic = count_traffic(shape, inputs, group)
+            for transport, bench in benches.items():
+                progress.update(bar, description=f"{transport}, {num_tokens} tokens")
+                is_captured = args.graph and transport != "torch"
+                for is_graph in (True, False) if is_captured and args.eager else (is_captured,):
+                    case = Case(
+                        shape=shape,
+                        inputs=inputs,
+                        group=group,
+                        iterations=args.iterations,
+                        is_graph=is_graph,
+                    )
+                    found.results.append(make_result(transport, case, bench(case), traffic))
+                    save(args, found, group)  # NCCL-EP may end the process in the next one
+                progress.advance(bar)
     if is_cuda and group.num_ranks == 2:
-        ping_pong_us = time_ping_pong(group)
-    return Report(results, left_out, ping_pong_us, moments_us)
+        found = replace(found, ping_pong_us=time_ping_pong(group))
+        save(args, found, group)
+    return found
 
 
 def count_traffic(shape: MoEShape, inputs: MoEInputs, group: EpGroup) -> Traffic:
@@ -176,11 +184,8 @@ def make_result(transport: str, case: Case, times: Times, traffic: Traffic) -> C
     )
 
 
-def report(args: argparse.Namespace, found: Report) -> None:
-    """One line a case; all of it as JSON where asked for."""
-    from rich.console import Console
-    from rich.table import Table
-
+def report(found: Report) -> None:
+    """One line a case."""
     table = Table(box=None)
     for field in fields(CommResult):
         table.add_column(field.name.replace("_", " "), justify="right")
@@ -198,7 +203,11 @@ def report(args: argparse.Namespace, found: Report) -> None:
             f"{name} {'/'.join(f'{us:.1f}' for us in some)}" for name, some in moments.items()
         )
         console.print(f"fused, {num_tokens} tokens, first/median/last CTA, us: {', '.join(spread)}")
-    if args.json:
+
+
+def save(args: argparse.Namespace, found: Report, group: EpGroup) -> None:
+    """What has been measured so far, as JSON where asked for."""
+    if args.json and group.rank == 0:
         record = {"commit": git_commit(), "geometry": args.geometry[0]} | asdict(found)
         args.json.write_text(json.dumps(record, indent=1) + "\n")
 

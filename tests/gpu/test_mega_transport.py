@@ -207,6 +207,8 @@ def test_pool_holds_every_row_where_the_protocol_places_it(num_ranks):
         (4, dict(is_bounded=False)),
         (2, dict(ctas_per_rank=1)),
         (2, dict(max_tile_width=8)),
+        # More ranks than a warp has lanes, three CTAs each.
+        (40, dict(hidden=64, top_k=2, num_experts=80, capacity=3)),
     ],
     ids=str,
 )
@@ -346,6 +348,20 @@ def test_a_rank_that_never_comes_is_named_and_the_gpu_is_usable_at_once(fresh_st
     stage.transport.destroy()
     again = fresh_stage(4, timeout_s=0.2)
     again.run(ids, num_tokens)
+
+
+def test_who_comes_after_the_others_gave_up_sums_nothing_and_is_told(fresh_stage):
+    stage = fresh_stage(4, timeout_s=0.2)
+    stage.set_routing(*CASES["full"](stage))
+    out = stage.launch(late_rank=2, late_s=0.6)
+    torch.cuda.synchronize()
+    assert out.isnan().all()
+    with pytest.raises(MoEEpTimeoutError, match="rank 2 waited in phase drained for rank") as error:
+        stage.transport.check()
+    assert 2 in error.value.ranks and len(error.value.ranks) > 1
+    # Nobody but the late rank said that its terms had come.
+    drained = stage.transport.memory.region("drained").cpu()
+    assert drained.tolist() == [[0, 0, 1, 0]] * 4
 
 
 def test_a_refusing_rank_is_named_to_all_and_the_next_call_works(fresh_stage):
