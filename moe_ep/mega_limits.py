@@ -3,10 +3,13 @@
 Plain questions with a reason as answer, None where nothing stands against it; no kernel is loaded.
 """
 
+from bisect import bisect_left
+from dataclasses import replace
 from importlib.util import find_spec
 
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.config import MegaConfig
+from moe_ep.megakernel.grouped_gemm import CHANNEL_MULTIPLE
 from moe_ep.megakernel.knobs import MAX_LOCAL_EXPERTS, KernelKnobs
 from moe_ep.megakernel.mega_moe import (
     fit_spec,
@@ -39,22 +42,50 @@ def layer_misfit(
         return f"a rank holds {num_local_experts} experts; allowed: at most {MAX_LOCAL_EXPERTS}"
     if reason := peers_misfit(num_ranks):
         return reason
+    given = knobs if isinstance(knobs, KernelKnobs) else None
+    division = {"parallel": parallel, "num_ranks": num_ranks}
+    misfit = builds_misfit(shape, weights_format, given, **division)
+    if misfit is None or given is not None:
+        return misfit
+
+    def is_too_wide(num_units: int) -> bool:
+        narrower = replace(shape, hidden=CHANNEL_MULTIPLE * num_units)
+        return builds_misfit(narrower, weights_format, None, **division) is not None
+
+    units = range(1, shape.hidden // CHANNEL_MULTIPLE + 1)
+    most = CHANNEL_MULTIPLE * bisect_left(units, True, key=is_too_wide)
+    if 0 < most < shape.hidden // CHANNEL_MULTIPLE * CHANNEL_MULTIPLE:
+        return (
+            f"hidden is {shape.hidden}; allowed for {num_local_experts} experts of a rank in "
+            f"{weights_format}: at most {most}"
+        )
+    return misfit
+
+
+def builds_misfit(
+    shape: MoEShape,
+    weights_format: str,
+    given: KernelKnobs | None,
+    *,
+    parallel: str,
+    num_ranks: int,
+) -> str | None:
+    """Why a build of the layer, the one given or one of the table's, does not fit."""
     try:
         buckets = make_buckets(weights_format, shape, 1 << 20, num_ranks, parallel)
         layout = make_layout(shape, num_ranks, 1, buckets, parallel)
-        is_given = isinstance(knobs, KernelKnobs)
-        for build in [knobs] if is_given else [bucket.knobs for bucket in buckets]:
+        for knobs in [given] if given else [bucket.knobs for bucket in buckets]:
             spec = fit_spec(
                 shape=shape,
                 layout=layout,
-                knobs=build,
+                knobs=knobs,
                 weights_format=weights_format,
                 has_bias13=True,
                 has_bias2=True,
             )
-            if is_given and spec.knobs != knobs:
+            if given and spec.knobs != given:
                 return (
-                    f"knobs have {knobs.stages} stages; allowed for this layer: at most "
+                    f"knobs have {given.stages} stages; allowed for this layer: at most "
                     f"{spec.knobs.stages}"
                 )
     except MoEEpConfigError as error:

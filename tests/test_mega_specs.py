@@ -201,6 +201,10 @@ def test_each_limit_is_named_at_one_past_it():
     assert reason(make_shape(top_k=32)) is None
     assert "top_k must be at most 32" in reason(make_shape(num_experts=64, top_k=33))
     assert "hidden must be a multiple of 16" in reason(make_shape(hidden=7176))
+    said = reason(make_shape(hidden=1 << 17))
+    most = int(said.rpartition(" ")[2])
+    assert most > 16384 and reason(make_shape(hidden=most)) is None
+    assert reason(make_shape(hidden=most + 16)) == said.replace(str(1 << 17), str(most + 16))
     wide = {"num_experts": 2 * MAX_LOCAL_EXPERTS}
     assert "at most 384" in reason(make_shape(num_experts=2 * MAX_LOCAL_EXPERTS + 1), num_ranks=2)
     assert "at most 384" not in (reason(make_shape(**wide), num_ranks=2) or "")
