@@ -94,7 +94,8 @@ def acquire(group: EpGroup, layout: Workspace) -> WorkspaceMemory:
     key = (group.global_ranks, group.device, group.is_virtual, layout)
     memory, num_users = _shared.get(key, (None, 0))
     if memory is None:
-        memory = WorkspaceMemory(group, layout, name=f"workspace {len(_shared)} {layout}")
+        # The same on every rank, whatever else each of them holds.
+        memory = WorkspaceMemory(group, layout, name=f"workspace of {group.global_ranks}: {layout}")
     _shared[key] = memory, num_users + 1
     return memory
 

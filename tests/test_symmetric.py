@@ -243,6 +243,19 @@ def test_a_group_outside_the_first_is_refused(nvshmem):
         heap_of(other)
 
 
+def test_ranks_may_hold_other_workspaces_besides(nvshmem):
+    """What a workspace is called is exchanged: a rank may have a layer of its own too."""
+    group = replace(TWO_RANKS, device=torch.device("cpu"))
+    names = set()
+    for others in ([], [EpGroup.single("cpu"), EpGroup.virtual(2, "cpu")]):
+        held = [workspace_memory.acquire(other, LAYOUT) for other in others]
+        held.append(workspace_memory.acquire(group, LAYOUT))
+        names |= set(heap_of(group)._buffers)
+        for memory in held:
+            workspace_memory.release(memory)
+    assert len(names) == 1
+
+
 def test_a_part_of_the_first_group_takes_from_what_all_have(nvshmem):
     heap = heap_of(replace(TWO_RANKS))
     part = EpGroup(rank=0, num_ranks=1, device=torch.device("cuda", 0), global_ranks=(1,))
