@@ -69,7 +69,8 @@ def _report(command: str, error: "ChildFailedError") -> int:
     if isinstance(failure.message, dict):
         print(f"rank {rank}: {failure.message['extraInfo']['py_callstack']}", file=sys.stderr)
     for rank, each in failures.items():
-        if each.exitcode != -signal.SIGTERM:
+        is_told = each.exitcode == 1 and not isinstance(each.message, dict)  # by the rank itself
+        if not is_told and each.exitcode != -signal.SIGTERM:
             print(f"moe-ep {command}: rank {rank}: {_text(each)}", file=sys.stderr)
     return max(failure.exitcode, 1)
 

@@ -223,6 +223,7 @@ def test_what_the_ranks_refuse_is_said_once_whatever_their_number(monkeypatch, c
 @pytest.mark.parametrize(
     ("failures", "said", "code"),
     [
+        ({0: (1, None), 1: (1, None)}, [], 1),  # what `run` returned, and has told
         ({1: (7, None)}, ["rank 1: exit code 7"], 7),
         ({0: (-15, None), 1: (-11, None)}, ["rank 1: ended by signal 11"], 1),
         ({0: (1, "lost"), 1: (2, "wrong")}, ["wrong"], 2),
