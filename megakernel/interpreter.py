@@ -27,6 +27,7 @@ class Setup:
     """Geometry of a run. `fc1_slices`, `fc2_slices`: row slices of the two GEMMs of an expert,
     `slices_per_item` of which make an item. `most_few`: tokens that a CTA brings at once.
     `num_math_warps`: a row of the pool each that a CTA's GEMM brings first, where tokens are many.
+    `tile_widths`: of the builds that the ranks launch by turns; empty: the workspace's alone.
     """
 
     workspace: Workspace
@@ -37,11 +38,14 @@ class Setup:
     slices_per_item: int = 1
     most_few: int = 1
     num_math_warps: int = 1
+    tile_widths: Sequence[int] = ()
 
-    def grid(self, num_slices: int) -> schedule.GemmGrid:
-        return schedule.GemmGrid(
-            num_slices, self.slices_per_item, self.workspace.max_tile_width, self.num_ctas
-        )
+    def max_tile_width(self, rank: int, step: int) -> int:
+        widths = self.tile_widths or (self.workspace.max_tile_width,)
+        return widths[(rank + step) % len(widths)]
+
+    def grid(self, num_slices: int, max_tile_width: int) -> schedule.GemmGrid:
+        return schedule.GemmGrid(num_slices, self.slices_per_item, max_tile_width, self.num_ctas)
 
 
 @dataclass(frozen=True)
@@ -52,19 +56,21 @@ class Plan:
     first_row   [e] first of them; the pool holds the experts in the order of their items
     first_tile  [e] index of the expert's first token tile among the counters
     row_of      (source rank, token, slot) -> pool row
+    max_tile_width  of the build that this rank launches
     """
 
     rows: list[int]
     first_row: list[int]
     first_tile: list[int]
     row_of: dict[tuple[int, int, int], int]
+    max_tile_width: int
 
-    def tile_of(self, row: int, max_tile_width: int) -> int:
+    def tile_of(self, row: int) -> int:
         expert = max(
             (e for e in range(len(self.rows)) if self.rows[e] and self.first_row[e] <= row),
             key=lambda e: self.first_row[e],
         )
-        num_tiles = schedule.num_token_tiles(self.rows[expert], max_tile_width)
+        num_tiles = schedule.num_token_tiles(self.rows[expert], self.max_tile_width)
         share, _ = schedule.tile_rows(1, self.rows[expert], num_tiles)
         return self.first_tile[expert] + (row - self.first_row[expert]) // share
 
@@ -90,7 +96,7 @@ def make_plan(ids_by_source: dict[int, list], experts: range, max_tile_width: in
     for rank, token, slot, expert in slots:
         row_of[rank, token, slot] = next_row[expert]
         next_row[expert] += 1
-    return Plan(rows, first_row, first_tile, row_of)
+    return Plan(rows, first_row, first_tile, row_of, max_tile_width)
 
 
 class Run:
@@ -176,7 +182,7 @@ class Run:
 
     def _check_counters(self, rank: int, step: int) -> None:
         num_tokens, routing = 0, self.routings[step - 1]
-        plan = self._plan(rank, routing)
+        plan = self._plan(rank, step, routing)
         expected = {self.counters.finished: self.setup.num_ctas}
         if self.is_tp:
             expected[self.counters.summed] = self.setup.num_ctas
@@ -185,7 +191,7 @@ class Run:
             own = 0 if isinstance(tokens, int) else len(tokens)
             expected[self.counters.staged] = protocol.num_stagers(own, self.setup.num_ctas)
         for row in plan.row_of.values():
-            tile = plan.tile_of(row, self.setup.workspace.max_tile_width)
+            tile = plan.tile_of(row)
             counter = self.counters.tokens_arrived + tile
             expected[counter] = expected.get(counter, 0) + 1
             expected[self.counters.fc1_done + tile] = self.setup.fc1_slices
@@ -201,12 +207,12 @@ class Run:
                     f"{expected.get(index, 0)}; in the other bank {other}, expected 0"
                 )
 
-    def _plan(self, rank: int, routing: Routing) -> Plan:
+    def _plan(self, rank: int, step: int, routing: Routing) -> Plan:
         if any(isinstance(tokens, int) for tokens in routing):
             routing = [[] for _ in routing]
         order = [protocol.source_rank(rank, i, self.num_ranks) for i in range(self.num_ranks)]
         ids = {source: list(routing[source]) for source in order}
-        return make_plan(ids, self.experts[rank], self.setup.workspace.max_tile_width)
+        return make_plan(ids, self.experts[rank], self.setup.max_tile_width(rank, step))
 
     # ---- programs --------------------------------------------------------------------------------
 
@@ -221,7 +227,7 @@ class Run:
             for peer in range(self.num_ranks):
                 yield _wait_flag(rank, "routed", peer, step, Phase.ROUTED)
         routing = yield from self.read_routing(rank, step)
-        plan = self._plan(rank, routing)
+        plan = self._plan(rank, step, routing)
         order = [protocol.source_rank(rank, i, self.num_ranks) for i in range(self.num_ranks)]
         failed = any(isinstance(tokens, int) for tokens in routing)
         tokens = [] if failed else [(r, t) for r in order for t in range(len(routing[r]))]
@@ -362,7 +368,7 @@ class Run:
         if is_bulk:
             yield Op("bulk_wait", (rank, "pool"))
         for row in rows:
-            tile = plan.tile_of(row, self.setup.workspace.max_tile_width)
+            tile = plan.tile_of(row)
             yield self._count(rank, step, self.counters.tokens_arrived + tile, 1)
 
     def _count(self, rank: int, step: int, counter: int, value: int) -> Op:
@@ -397,11 +403,12 @@ class Run:
 
     def _items(self, plan: Plan):
         """(GEMM, item, tile) in the order of the list: all of FC1, then all of FC2."""
-        grids = (self.setup.grid(n) for n in (self.setup.fc1_slices, self.setup.fc2_slices))
+        slices = (self.setup.fc1_slices, self.setup.fc2_slices)
+        grids = (self.setup.grid(n, plan.max_tile_width) for n in slices)
         for gemm, item in schedule.fused_items(plan.rows, *grids):
             first = item.first_row - sum(plan.rows[: item.expert])
             row = plan.first_row[item.expert] + first
-            tile = plan.tile_of(row, self.setup.workspace.max_tile_width)
+            tile = plan.tile_of(row)
             slices = range(item.first_slice, item.first_slice + item.num_slices)
             yield gemm + 1, item.expert, range(row, row + item.num_rows), tile, slices
 

@@ -18,6 +18,7 @@ NUM_SEEDS = 120  # of each of the twelve geometries below
 def make_setup(
     num_ranks: int, num_ctas: int, num_experts: int, capacity: int, top_k: int, **slices
 ) -> Setup:
+    widths = slices.get("tile_widths", (8,))
     workspace = Workspace(
         num_ranks=num_ranks,
         num_local_experts=-(-num_experts // num_ranks),
@@ -25,7 +26,8 @@ def make_setup(
         hidden=8,
         intermediate=8,
         max_tokens_per_rank=capacity,
-        max_tile_width=8,
+        max_tile_width=max(widths),
+        least_tile_width=min(widths),
     )
     return Setup(workspace=workspace, num_experts=num_experts, num_ctas=num_ctas, **slices)
 
@@ -56,6 +58,15 @@ def test_random_routings_and_interleavings_keep_every_promise(num_ranks, num_cta
             num_math_warps=rng.randint(1, 2),
         )
         run(setup, [random_routing(rng, setup) for _ in range(3)], seed)
+
+
+@pytest.mark.parametrize("tile_widths", [(8, 16), (24, 8, 16)])
+def test_ranks_may_launch_other_builds_than_their_peers_and_than_before(tile_widths):
+    """Their tiles differ, so that rows of an expert are counted by other counters."""
+    for seed in range(NUM_SEEDS // 4):
+        rng = random.Random(seed)
+        setup = make_setup(2, 2, 2, 12, 2, tile_widths=tile_widths)
+        run(setup, [random_routing(rng, setup) for _ in range(4)], seed)
 
 
 CASES = {
