@@ -484,11 +484,13 @@ class Dispatch:
     ):
         """Some warps: one token's row to the pool rows of the lanes from `first_lane` on."""
         num_vectors = self.row_bytes // VECTOR_BYTES
-        for base in range(team.idx, num_vectors, team.num_threads * num_in_flight):
+        lane = cute.arch.lane_idx()
+        # A warp's lanes go on together, also past the end of a row: the shuffles want them all.
+        for base in range(team.idx - lane, num_vectors, team.num_threads * num_in_flight):
             vectors = []
             for i in cutlass.range_constexpr(num_in_flight):
                 # Past the end the first vector is read again and not stored.
-                position = base + i * team.num_threads
+                position = base + lane + i * team.num_threads
                 position = schedule.select(position < num_vectors, position, base)
                 vectors.append(ptx.ld_global_v4(source + Int64(position) * VECTOR_BYTES))
             for slot in cutlass.range(self.layout.top_k, unroll=1):
@@ -496,7 +498,7 @@ class Dispatch:
                 if target_row >= 0:
                     target = view.address("pool") + Int64(target_row) * self.row_bytes
                     for i in cutlass.range_constexpr(num_in_flight):
-                        position = base + i * team.num_threads
+                        position = base + lane + i * team.num_threads
                         if position < num_vectors:
                             ptx.st_global(target + Int64(position) * VECTOR_BYTES, vectors[i])
 
