@@ -36,16 +36,18 @@ class WorkspaceMemory:
         self.num_launched = group.num_ranks if group.is_virtual else 1
         num_symmetric, num_local = layout.num_bytes("symmetric"), layout.num_bytes("local")
         self._heap = heap_of(group)
+        self._symmetric = None
         try:
             self._symmetric = self._heap.allocate(group, name, num_symmetric)
             self.local = torch.zeros(
                 self.num_launched, num_local, dtype=torch.uint8, device=group.device
             )
         except torch.OutOfMemoryError as error:
+            self.destroy()
             raise MoEEpConfigError(
                 f"the workspace needs {num_symmetric} bytes of symmetric and {num_local} of local "
-                f"memory for each rank on {group.device}, which are not free; lower "
-                f"max_tokens_per_rank, {layout.max_tokens_per_rank}"
+                f"memory for each rank on {group.device}, where {free_bytes(group.device)} are "
+                f"free; lower max_tokens_per_rank, {layout.max_tokens_per_rank}"
             ) from error
         self.heaps = torch.tensor(self._symmetric.addresses, dtype=torch.int64, device=group.device)
         self.post_mortem = PostMortem(self.num_launched)
@@ -83,7 +85,16 @@ class WorkspaceMemory:
 
     def destroy(self) -> None:
         """Give the symmetric part back; kernels that use it have ended. Idempotent."""
-        self._heap.free(self._symmetric)
+        if self._symmetric is not None:
+            self._heap.free(self._symmetric)
+
+
+def free_bytes(device: torch.device) -> int:
+    """What a tensor may still take of a GPU: within this process's limit, cached bytes included."""
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    limit = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return min(free, limit - reserved) + reserved - torch.cuda.memory_allocated(device)
 
 
 _shared: dict[tuple, tuple[WorkspaceMemory, int]] = {}

@@ -24,6 +24,7 @@ from moe_ep.megakernel.grouped_gemm import GroupedGemm
 from moe_ep.megakernel.knobs import KNOB_TABLE, KernelKnobs, usual_rows
 from moe_ep.megakernel.permute_sm90 import Permute, PermuteConfig, permute_build
 from moe_ep.megakernel.problem import MoEShape
+from moe_ep.megakernel.workspace_memory import free_bytes
 from moe_ep.prepared import prepare_weights
 from moe_ep.weights import MoEWeights
 
@@ -126,7 +127,7 @@ class OneRankGrouped(DeviceBackend):
         except torch.OutOfMemoryError as error:
             raise MoEEpConfigError(
                 f"max_tokens_per_rank {max_tokens} needs {num_bytes} bytes of workspace on "
-                f"{self.device}, which are not free; allowed: fewer tokens"
+                f"{self.device}, where {free_bytes(self.device)} are free; allowed: fewer tokens"
             ) from error
         # 1 + slot of an id that is not an expert. The GPU writes pinned memory directly.
         self._bad_slot = torch.zeros(1, dtype=torch.int32, pin_memory=torch.cuda.is_available())

@@ -10,7 +10,12 @@ from typing import NoReturn
 
 import torch
 
-from moe_ep.comm.errors import MoEEpConfigError, MoEEpTimeoutError, MoEEpTransportError
+from moe_ep.comm.errors import (
+    MoEEpConfigError,
+    MoEEpError,
+    MoEEpTimeoutError,
+    MoEEpTransportError,
+)
 from moe_ep.comm.group import EpGroup
 from moe_ep.comm.liveness import Liveness
 from moe_ep.config import MegaKernelConfig
@@ -82,7 +87,12 @@ class MegaBackend(DeviceBackend):
             self._mega = self._make_mega(knobs=knobs)
         except Exception as error:  # told to the other ranks, then raised
             refusal = error
-        agree(group, {}, refusal, timeout_s, "workspace")
+        try:
+            agree(group, {}, refusal, timeout_s, "workspace")
+        except MoEEpError:
+            if refusal is None:  # the others have no part of this workspace
+                self._mega.destroy()
+            raise
 
     @property
     def held(self) -> PreparedWeights:

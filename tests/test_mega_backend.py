@@ -18,6 +18,7 @@ from moe_ep.comm.errors import (
 )
 from moe_ep.comm.group import EpGroup
 from moe_ep.config import MegaKernelConfig
+from moe_ep.megakernel.knobs import KNOB_TABLE
 from moe_ep.megakernel.mega_moe import Bucket
 from moe_ep.reference import moe_reference
 
@@ -162,6 +163,19 @@ def test_settings_reach_the_kernel_and_memory_is_told(cuda):
     assert cuda.agreed == ["workspace"]
 
 
+def test_a_workspace_that_a_peer_could_not_have_is_given_back(cuda, monkeypatch):
+    made = []
+    monkeypatch.setattr(mega, "MegaMoE", lambda *a, **o: made.append(FakeMega(*a, **o)) or made[0])
+
+    def peer_fails(group, record, refusal, timeout_s, phase):
+        raise MoEEpConfigError("rank 0: the workspace needs more")
+
+    monkeypatch.setattr(mega, "agree", peer_fails)
+    with pytest.raises(MoEEpConfigError, match="rank 0"):
+        make_backend(2)
+    assert made[0].calls is None  # destroyed
+
+
 def test_a_layer_of_tp_weights_divides_the_intermediate(cuda):
     backend = make_backend(parallel="tp")
     assert backend._mega.options["parallel"] == "tp"
@@ -224,7 +238,7 @@ def test_builds_tuned_earlier_are_taken_at_once(tuner, monkeypatch):
 
 
 def test_knobs_that_are_given_or_the_tables_are_not_tuned(tuner):
-    for knobs in (None, "given"):
+    for knobs in (None, KNOB_TABLE[0].knobs):
         backend = make_backend(knobs=knobs)
         backend.warmup()
         assert backend._mega.options["knobs"] == knobs

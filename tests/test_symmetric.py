@@ -147,6 +147,25 @@ def test_layers_of_one_geometry_share_one_workspace_until_the_last_leaves():
     workspace_memory.release(again)
 
 
+def test_a_workspace_that_does_not_fit_says_what_is_free_and_leaves_nothing(monkeypatch):
+    """The symmetric part has its place when the local one does not fit."""
+    group = EpGroup.virtual(2, "cpu")
+    monkeypatch.setattr(workspace_memory, "free_bytes", lambda device: 12345)
+    with monkeypatch.context() as full:
+        zeros = torch.zeros
+
+        def no_room(*args, **options):
+            if args[-1] == LAYOUT.num_bytes("local"):
+                raise torch.OutOfMemoryError
+            return zeros(*args, **options)
+
+        full.setattr(torch, "zeros", no_room)
+        needed = f"{LAYOUT.num_bytes('symmetric')} bytes of symmetric"
+        with pytest.raises(MoEEpConfigError, match=f"{needed}.* 12345 are free.*rank, 3"):
+            workspace_memory.acquire(group, LAYOUT)
+    workspace_memory.release(workspace_memory.acquire(group, LAYOUT))
+
+
 class FakeNvshmem(types.ModuleType):
     """Records the order of calls; one rank of two, whose peer's memory is another tensor."""
 

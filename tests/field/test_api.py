@@ -24,6 +24,7 @@ def test_A15_ids_of_32_and_64_bits_are_equal_and_others_are_refused(ranks):
     layer, inputs = ranks.module(S0, ranks.weights()), make_inputs(S0, 16, seed=0)
     inputs = on_device(ranks, inputs)
     expected = layer(inputs)
+    ranks.assert_right([expected.cpu()], [make_inputs(S0, 16, seed=0)], ranks.weights())
     assert torch.equal(layer(replace(inputs, topk_ids=inputs.topk_ids.long())), expected)
     for dtype in (torch.int16, torch.uint8, torch.float32):
         with pytest.raises(MoEEpConfigError, match=f"topk_ids.*{dtype}.*int32 or torch.int64"):
@@ -35,6 +36,7 @@ def test_A15_ids_of_32_and_64_bits_are_equal_and_others_are_refused(ranks):
 def test_A16_ranks_may_give_ids_of_different_widths(ranks):
     layer, parts = ranks.layer(S0, ranks.weights()), ranks.parts(S0, 16)
     expected = layer(parts)
+    ranks.assert_right(expected, parts, ranks.weights())
     mixed = [parts[0], replace(parts[1], topk_ids=parts[1].topk_ids.long())]
     assert all(map(torch.equal, layer(mixed), expected))
 

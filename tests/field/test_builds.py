@@ -129,7 +129,7 @@ def test_A91_a_first_call_of_few_tokens_does_not_fix_the_build_of_many(ranks, mo
         layer = ranks.layer(S0, ranks.weights(), 1024, takes_table=True)
         bind = layer.mega._bind
         monkeypatch.setattr(
-            layer.mega, "_call", lambda *a, bind=bind: taken.append(a[0]) or bind(*a)
+            layer.mega, "_bind", lambda *a, bind=bind: taken.append(a[0]) or bind(*a)
         )
         calls = [layer.bind(few, max_tokens=4), layer.bind(many, max_tokens=1024)]
         for which in order:

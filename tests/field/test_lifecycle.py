@@ -69,6 +69,7 @@ def test_A67_a_replay_after_a_refit_has_the_new_weights(ranks):
         out = layer(static)
     graph.replay()
     before = out.clone()
+    ranks.assert_right([before.cpu()], [INPUTS], weights)
     doubled = replace(weights, down_scale=2 * weights.down_scale)
     layer.update_weights(doubled.to("cuda"))
     graph.replay()

@@ -1,6 +1,7 @@
 """Field cases of kind memory: overruns, leaks, and errors that hid what did not fit."""
 
 import gc
+import re
 from dataclasses import replace
 
 import pytest
@@ -46,6 +47,8 @@ def test_A66_graphs_that_share_a_pool_keep_their_layers_apart(ranks):
     ]
     parts = [ranks.parts(S0, 16), ranks.parts(S0, 16, seed=70)]
     expected = [layer(part) for layer, part in zip(layers, parts, strict=True)]
+    for seed in (0, 1):
+        ranks.assert_right(expected[seed], parts[seed], weights_of(S0, "nvfp4", seed=seed))
     calls = [layer.bind(part) for layer, part in zip(layers, parts, strict=True)]
     graphs, pool = [], torch.cuda.graph_pool_handle()
     for layer, call in zip(layers, calls, strict=True):
@@ -67,13 +70,16 @@ def test_A66_graphs_that_share_a_pool_keep_their_layers_apart(ranks):
 def test_A70_eight_layers_hold_their_weights_and_nothing_that_grows(ranks):
     before = held_bytes(ranks.device)
     layers = [ranks.module(S0, make_weights(S0, "bf16", seed)) for seed in range(8)]
-    inputs = on_device(ranks, make_inputs(S0, 16, seed=0))
+    given = make_inputs(S0, 16, seed=0)
+    inputs = on_device(ranks, given)
     held = []
     for _ in range(300 if ranks.kind != "cpu" else 10):
         for layer in layers:
             layer(inputs)
         held.append(held_bytes(ranks.device) - before)
     assert held[-1] == held[1]
+    for seed, layer in enumerate(layers):
+        ranks.assert_right([layer(inputs).cpu()], [given], make_weights(S0, "bf16", seed))
     if ranks.kind == "cpu":
         assert held[-1] <= 1.1 * 8 * make_weights(S0).num_bytes
         return
@@ -148,10 +154,15 @@ def test_A75_what_does_not_fit_is_an_error_with_the_bytes_and_what_to_lower(rank
     reserved = torch.cuda.memory_reserved()
     torch.cuda.set_per_process_memory_fraction((reserved + (1 << 28)) / total)
     try:
-        with pytest.raises(MoEEpConfigError, match=r"\d{10} bytes.*max_tokens_per_rank|max_tokens"):
+        with pytest.raises(MoEEpConfigError, match="max_tokens_per_rank.* 100000") as error:
             ranks.module(shape, weights, 100_000)
+        needed = sum(map(int, re.findall(r"(\d+) (?:bytes of|of local)", str(error.value))))
+        (free,) = map(int, re.findall(r"where (\d+) are free", str(error.value)))
+        assert 3 << 30 < needed < 16 << 30
+        assert 1 << 27 < free < 1 << 30
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+    ranks.module(shape, weights, 100_000).destroy()  # nothing of the first attempt is left
     layer, parts = ranks.layer(shape, weights, 16), ranks.parts(shape, 16)
     ranks.assert_right(layer(parts), parts, weights, shape)
 
@@ -255,7 +266,8 @@ def test_A70_layers_of_virtual_ranks_share_a_workspace(ranks):
     assert isinstance(ranks, Virtual)
     before = held_bytes("cuda")
     layers = [ranks.layer(S0, weights_of(S0, "nvfp4", seed), 33) for seed in range(4)]
-    calls = [layer.bind(ranks.parts(S0, 16)) for layer in layers]
+    parts = ranks.parts(S0, 16)
+    calls = [layer.bind(parts) for layer in layers]
     held = []
     for _ in range(100):
         for call in calls:
@@ -263,3 +275,5 @@ def test_A70_layers_of_virtual_ranks_share_a_workspace(ranks):
         held.append(held_bytes("cuda") - before)
     assert held[-1] == held[1]
     assert len({id(layer.mega.memory) for layer in layers}) == 1
+    for seed, call in enumerate(calls):
+        ranks.assert_right(call.outputs(), parts, weights_of(S0, "nvfp4", seed))

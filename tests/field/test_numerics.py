@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from field_ranks import MAX_ERROR, S0, OneRank, assert_near, on, weights_of
+from field_ranks import MAX_ERROR, S0, OneRank, assert_near, moved, on, weights_of
 from layer_cases import gathered, make_inputs, make_weights, with_ids
 from oracles import relative_error
 
@@ -54,6 +54,7 @@ def test_A25_one_batch_has_the_bits_of_one_rank_on_any_number_of_ranks(ranks):
     parts = [MoEInputs(*(tensor[part] for tensor in vars(batch).values())) for part in rows]
     weights = ranks.weights(A25_SHAPE)
     (alone,) = OneRank(ranks.kind, 1).layer(A25_SHAPE, weights, 64)([batch])
+    ranks.assert_right([alone], [batch], weights, A25_SHAPE)
     assert torch.equal(torch.cat(ranks.layer(A25_SHAPE, weights, 64)(parts)), alone)
 
 
@@ -73,11 +74,13 @@ def test_A32_gate_and_up_keep_scales_of_their_own(ranks):
 def test_A34_a_denormal_scale_spoils_nobody(ranks):
     nvfp4, parts = weights_of(S0, "nvfp4"), ranks.parts(S0, 16)
     clean = run(ranks, nvfp4, parts)
-    tiny = run(ranks, scaled(nvfp4, "gate_scale", {3: 1e-40}), parts)
+    dead = scaled(nvfp4, "gate_scale", {3: 1e-40})
+    tiny = run(ranks, dead, parts)
     is_routed = (gathered(parts).topk_ids == 3).any(dim=1)
     assert is_routed.any() and not is_routed.all()
     assert torch.equal(tiny[~is_routed], clean[~is_routed])
-    assert tiny.isfinite().all()
+    assert not torch.equal(tiny[is_routed], clean[is_routed])
+    assert_near(tiny, moe_oracle_fp64(gathered(parts), dead, S0))
 
 
 def test_A34_an_infinite_scale_is_refused_by_name():
@@ -158,6 +161,7 @@ def test_A41_a_backend_named_and_the_same_one_by_auto_have_the_same_bits(ranks, 
         outputs.append(layer(inputs))
         layer.destroy()
     assert torch.equal(*outputs)
+    ranks.assert_right([outputs[0].cpu()], [make_inputs(S0, 16, seed=0)], weights)
 
 
 @on("cpu2", "split2", "mega2")
@@ -214,8 +218,9 @@ def test_A44_small_parts_survive_a_large_one_in_any_slot(ranks):
     weighted, alone = (
         [replace(part, topk_ids=ids, topk_weights=w) for part in parts] for w in (heavy, first)
     )
-    y = run(ranks, one_expert, alone, all_slots).double()
-    assert relative_error(run(ranks, one_expert, weighted, all_slots), 259.5 * y) < 0.004
+    y = run(ranks, one_expert, alone, all_slots)
+    assert_near(y, moe_oracle_fp64(gathered(alone), one_expert, all_slots))
+    assert relative_error(run(ranks, one_expert, weighted, all_slots), 259.5 * y.double()) < 0.004
 
 
 A45_SHAPE = MoEShape(num_experts=64, top_k=8, hidden=1024, intermediate=256)
@@ -242,6 +247,7 @@ def test_A45_no_row_differs_in_a_thousand_calls_at_full_capacity(ranks):
 def test_A46_a_hundred_calls_give_the_same_bits(ranks):
     layer, parts = ranks.layer(S0, ranks.weights()), ranks.parts(S0, 16)
     first = layer(parts)
+    ranks.assert_right(first, parts, ranks.weights())
     for _ in range(100):
         assert all(map(torch.equal, layer(parts), first))
 
@@ -251,6 +257,7 @@ def test_A47_nan_and_inf_rows_stay_their_own(ranks):
     layer = ranks.layer(S0, ranks.weights())
     parts = [with_ids(part, 2) for part in ranks.parts(S0, 16)]
     clean = layer(parts)
+    ranks.assert_right(clean, parts, ranks.weights())
     spoiled = []
     for part in parts:
         x = part.hidden_states.clone()
@@ -390,6 +397,7 @@ def test_A55_strided_inputs_are_read_as_they_are(ranks):
     views = MoEInputs(wide[:, : S0.hidden], wide_ids[:, :2], wide_weights[:, ::2])
     copies = MoEInputs(*(tensor.contiguous() for tensor in vars(views).values()))
     expected = layer(copies)
+    ranks.assert_right([expected.cpu()], [moved(copies, "cpu")], ranks.weights())
     assert torch.equal(layer(views), expected)
     turned = replace(views, hidden_states=wide[:, : S0.hidden].T.contiguous().T)
     assert torch.equal(layer(turned), expected)
@@ -449,6 +457,7 @@ def test_A69_another_stream_is_followed_and_inputs_are_only_read(ranks):
     held = make_inputs(S0, 16, seed=0)
     inputs = MoEInputs(*(tensor.cuda() for tensor in vars(held).values()))
     expected = layer(inputs)
+    ranks.assert_right([expected.cpu()], [held], ranks.weights())
     forward, side = torch.cuda.Stream(), torch.cuda.Stream()
     for stream in (forward, side):
         stream.wait_stream(torch.cuda.current_stream())
