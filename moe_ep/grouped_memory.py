@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from moe_ep.comm.errors import MoEEpConfigError
+from moe_ep.megakernel.bound_call import stream_handle
 from moe_ep.megakernel.formats import TILE_FORMATS
 from moe_ep.megakernel.problem import MoEShape
 from moe_ep.megakernel.workspace import Region
@@ -79,11 +80,6 @@ def max_capacity(shape: MoEShape) -> int:
 
 def workspace_bytes(regions: tuple[Region, ...]) -> int:
     return sum(region.num_bytes for region in regions)
-
-
-def stream_handle(device: torch.device) -> int:
-    """Of the current stream."""
-    return torch._C._cuda_getCurrentRawStream(device.index)
 
 
 class GroupedWorkspace:
