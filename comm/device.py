@@ -20,7 +20,7 @@ from moe_ep.comm.post_mortem import FIELDS
 
 WARP_SIZE = 32
 NO_EXPERT = -1
-LOOKS_PER_CLOCK = 16  # at a flag, for one at the clock
+LOOKS_PER_CHECK = 16  # at a flag, for one at the abort word and the clock
 LOST = 1 << 16  # in a counter of arrivals: one of them had given up; more than there are CTAs
 
 
@@ -55,7 +55,8 @@ class Watch:
                 CTA has ended too early
 
     A check must not keep a waiter from its flag: where all CTAs wait for one, the last to see it
-    counts. So a look at the abort word is under way while the flag is looked at, not after it.
+    counts. So a look at the abort word is under way while the flag is looked at, not after it; and
+    it is rare, as all CTAs look at the same word.
     """
 
     is_bounded: bool
@@ -66,18 +67,23 @@ class Watch:
     timeout_ns: Int64
     gave_up: cute.Pointer
 
-    def is_alive(self) -> Int32:
-        """1 until a wait of this rank has run out of time; asked before a look at a flag."""
-        return Int32(cute.arch.load(int32_ptr(self.abort), Int32, sem="relaxed", scope="gpu") == 0)
+    @cute.jit
+    def begin_check(self, num_looks: Int32) -> Int32:
+        """Ahead of a look at a flag: the abort word where it is time for a check, else 0."""
+        aborted = Int32(0)
+        if const_expr(self.is_bounded):
+            if num_looks % LOOKS_PER_CHECK == 0:
+                aborted = cute.arch.load(int32_ptr(self.abort), Int32, sem="relaxed", scope="gpu")
+        return aborted
 
     def has_given_up(self) -> Int32:
         """1 once a wait of this CTA has ended too early, for threads ordered behind it."""
         return self.gave_up.load() if self.is_bounded else Int32(0)
 
     @cute.jit
-    def keep_waiting(
+    def end_check(
         self,
-        alive: Int32,
+        aborted: Int32,
         start: Int64,
         num_looks: Int32,
         phase: cutlass.Constexpr,
@@ -86,20 +92,23 @@ class Watch:
         seen,
         expert=NO_EXPERT,
     ):
-        """After a look in vain: (1, when the wait began), or 0 first where `alive` is, or now
-        because that is too long ago.
+        """After a look in vain: (1, when the wait began), or 0 first when the rank has been given
+        up, or is now because that is too long ago.
 
         start   0 until the wait has looked at the clock: most waits end without
         """
-        if (alive == 1) & (num_looks % LOOKS_PER_CLOCK == 0):
+        alive = Int32(1)
+        if num_looks % LOOKS_PER_CHECK == 0:
             now = Int64(cute.arch.globaltimer())
             if start == 0:
                 start = now
-            if now - start > self.timeout_ns:
+            if aborted != 0:
+                alive = Int32(0)
+            elif now - start > self.timeout_ns:
                 self.give_up(phase, peer, expected, seen, expert)
                 alive = Int32(0)
-        if alive == 0:
-            self.gave_up.store(Int32(1))
+            if alive == 0:
+                self.gave_up.store(Int32(1))
         return alive, start
 
     @cute.jit
@@ -147,13 +156,13 @@ class Watch:
         seen = cute.arch.load(flag, Int32, sem="acquire", scope=scope)
         start, num_looks = Int64(0), Int32(0)
         while is_before(seen, expected) & (alive == 1):
-            is_alive = self.is_alive() if self.is_bounded else alive
+            num_looks += 1
+            aborted = self.begin_check(num_looks)
             seen = cute.arch.load(flag, Int32, sem="acquire", scope=scope)
             if const_expr(self.is_bounded):
-                num_looks += 1
                 if is_before(seen, expected):
-                    alive, start = self.keep_waiting(
-                        is_alive, start, num_looks, phase, peer, expected, seen, expert
+                    alive, start = self.end_check(
+                        aborted, start, num_looks, phase, peer, expected, seen, expert
                     )
         return alive
 
@@ -169,15 +178,13 @@ class Watch:
         seen = cute.arch.load(entry, Int64, sem="acquire", scope="gpu")
         start, num_looks = Int64(0), Int32(0)
         while (Int32(seen >> 32) != tag) & (alive == 1):
-            is_alive = self.is_alive() if self.is_bounded else alive
+            num_looks += 1
+            aborted = self.begin_check(num_looks)
             seen = cute.arch.load(entry, Int64, sem="acquire", scope="gpu")
             if const_expr(self.is_bounded):
-                num_looks += 1
                 high = Int32(seen >> 32)
                 if high != tag:
-                    alive, start = self.keep_waiting(
-                        is_alive, start, num_looks, phase, peer, tag, high
-                    )
+                    alive, start = self.end_check(aborted, start, num_looks, phase, peer, tag, high)
         if alive == 1:
             low = Int32(seen)
         return alive, low
@@ -192,12 +199,12 @@ class Watch:
             is_done = Int32(cute.arch.mbarrier_try_wait(mbarrier, parity))
             start, num_looks = Int64(0), Int32(0)
             while (is_done == 0) & (alive == 1):
-                is_alive = self.is_alive()
-                is_done = Int32(cute.arch.mbarrier_try_wait(mbarrier, parity))
                 num_looks += 1
+                aborted = self.begin_check(num_looks)
+                is_done = Int32(cute.arch.mbarrier_try_wait(mbarrier, parity))
                 if is_done == 0:
-                    alive, start = self.keep_waiting(
-                        is_alive, start, num_looks, phase, peer, parity, 1 - parity
+                    alive, start = self.end_check(
+                        aborted, start, num_looks, phase, peer, parity, 1 - parity
                     )
         else:
             cute.arch.mbarrier_wait(mbarrier, parity)
