@@ -15,8 +15,8 @@ that the protocol that is checked is the protocol that runs. One step (a launch)
                them
     E items    FC1 waits for tokens_arrived[tile], FC2 for fc1_done[tile]; FC2 writes BF16 terms to
                the source rank's [token, slot]
-    F drain    count `finished`; the last CTA signals drained[rank] = step at every peer, unless a wait
-               of one of them ran out of time; wait until drained[r] >= step for all r
+    F drain    count `finished`; the last CTA signals drained[rank] = step at every peer, unless a
+               CTA has given up a wait; wait until drained[r] >= step for all r
                                                                              second barrier of ranks
     G reduce   own tokens, in slot order
 
