@@ -91,11 +91,15 @@ def show(record: dict[str, object]) -> None:
             f"{result['error']:.1e}" + (" WRONG" if result["error"] > MAX_ERROR else ""),
         )
     console.print(table)
+    lines = {}  # once where graph and eager calls were timed
     for result in record["results"]:
         if result["stages"]:
             spans = result["stages"]["spans_us"]
             text = ", ".join(f"{name} {span:.1f}" for name, span in spans.items())
-            console.print(f"stages at {result['tokens_per_rank']} tokens, us: {text}", markup=False)
+            layer = f"{result['geometry']} {result['weights_format']}"
+            lines[f"stages of {layer} at {result['tokens_per_rank']} tokens, us: {text}"] = None
+    for line in lines:
+        console.print(line, markup=False)
     for case in record["skipped"]:
         console.print(
             f"not run: {case['backend']}, {case['geometry']}, {case['weights_format']}: "

@@ -1,5 +1,6 @@
 """Draw what `moe-ep bench` measured: latency with its limit, and the roofline."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
             "--plot needs matplotlib: pip install 'moe-ep[plot]'"
         ) from error
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     staged = [result for result in record["results"] if result["stages"]]
     num_axes = 3 if staged else 2
@@ -29,9 +30,12 @@ def plot(record: dict[str, Any], path: Path) -> None:
     if staged:
         _stage_bars(axes[2], staged)
     series: dict[str, list[dict[str, Any]]] = {}
+    layers: dict[str, dict[int, float]] = {}  # limits by tokens: a layer's, whatever its backend
     for result in record["results"]:
         kind = result["backend"] + (" graph" if result["is_graph"] else "")
-        series.setdefault(f"{kind}, {result['weights_format']}", []).append(result)
+        series.setdefault(f"{kind}, {_layer(result)}", []).append(result)
+        limits = layers.setdefault(_layer(result), {})
+        limits[result["tokens_per_rank"]] = result["limit_us"]
     peaks = record["peaks"]
     intensities = []
     for name, results in series.items():
@@ -42,12 +46,14 @@ def plot(record: dict[str, Any], path: Path) -> None:
         latency.fill_between(
             tokens, medians, [r["p99_us"] for r in results], color=line.get_color(), alpha=0.15
         )
-        limits = [result["limit_us"] for result in results]
-        latency.plot(tokens, limits, linestyle="--", color=line.get_color(), label=f"{name}: limit")
         intensity = [result["num_flops"] / result["num_bytes"] for result in results]
         rate = [result["num_flops"] / result["median_us"] / 1e6 for result in results]
         roofline.plot(intensity, rate, marker="o", color=line.get_color(), label=name)
         intensities += intensity
+    for style, (name, limits) in zip(itertools.cycle(("--", ":", "-.")), layers.items()):
+        tokens = sorted(limits)
+        limit_us = [limits[count] for count in tokens]
+        latency.plot(tokens, limit_us, linestyle=style, color="black", label=f"limit, {name}")
     ridge = peaks["flops_per_s"] / peaks["bytes_per_s"]
     roof = sorted([min(intensities, default=ridge) / 2, ridge, 2 * max([ridge, *intensities])])
     roofline.plot(
@@ -62,19 +68,27 @@ def plot(record: dict[str, Any], path: Path) -> None:
         axis.set(xscale="log", yscale="log")
         axis.grid(visible=True, which="both", alpha=0.3)
         axis.legend(fontsize="small")
-    first = record["results"][0] if record["results"] else {"geometry": "-", "num_ranks": 0}
+    counts = sorted({count for limits in layers.values() for count in limits})
+    latency.set_xticks(counts, [str(count) for count in counts])
+    latency.xaxis.set_minor_locator(ticker.NullLocator())
+    latency.yaxis.set_major_formatter(ticker.LogFormatter())
+    latency.yaxis.set_minor_formatter(ticker.LogFormatter(minor_thresholds=(2, 0.4)))
+    num_ranks = record["results"][0]["num_ranks"] if record["results"] else 0
     figure.suptitle(
-        f"{first['geometry']} on {first['num_ranks']} x {record['device']}, "
-        f"{record['date'][:10]}, commit {record['commit']}"
+        f"{num_ranks} x {record['device']}, {record['date'][:10]}, commit {record['commit']}"
     )
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 
+def _layer(result: dict[str, Any]) -> str:
+    return f"{result['geometry']} {result['parallel']} {result['weights_format']}"
+
+
 def _stage_bars(axis: Any, staged: list[dict[str, Any]]) -> None:
     """A bar for each case (graph and eager share their stages): one part per stage, in order."""
     cases = {
-        f"{result['weights_format']}, {result['tokens_per_rank']}": result["stages"]["spans_us"]
+        f"{_layer(result)}, {result['tokens_per_rank']}": result["stages"]["spans_us"]
         for result in staged
     }
     bottoms = [0.0] * len(cases)
@@ -82,6 +96,6 @@ def _stage_bars(axis: Any, staged: list[dict[str, Any]]) -> None:
         spans = [spans_us[name] for spans_us in cases.values()]
         axis.bar(list(cases), spans, bottom=bottoms, label=name)
         bottoms = [bottom + span for bottom, span in zip(bottoms, spans, strict=True)]
-    axis.set(xlabel="format, tokens per rank", ylabel="stages of the fused launch, us")
+    axis.set(xlabel="layer, tokens per rank", ylabel="stages of the fused launch, us")
     axis.tick_params(axis="x", rotation=45)
     axis.legend(fontsize="small")

@@ -13,6 +13,7 @@ from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.launch import (
     bench,
     bench_comm,
+    bench_report,
     cli,
     comm_cases,
     cpu_ratio,
@@ -297,6 +298,17 @@ def test_backend_that_cannot_run_is_named_before_anything_is_measured(
     assert record["skipped"][0]["backend"] == "mega"
     said = capsys.readouterr().out
     assert "not run: mega" in said and "nothing can run" in said
+
+
+def test_stages_are_told_once_for_each_layer_and_number_of_tokens(capsys):
+    record = bench.bench_on_rank(parse(["--tokens", "1", "5", "--iterations", "2"]), CPU)
+    for result in record["results"]:
+        result["stages"] = {"spans_us": {"routing": 5.0, "FC1 and FC2": 90.04}}
+    record["results"] += [result | {"is_graph": True} for result in record["results"]]
+    bench_report.show(record)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "stages" in line]
+    said = "tokens, us: routing 5.0, FC1 and FC2 90.0"
+    assert lines == [f"stages of tiny bf16 at {n} {said}" for n in (1, 5)]
 
 
 @pytest.mark.parametrize("is_staged", [False, True])
