@@ -251,7 +251,8 @@ def start_nvshmem(group: EpGroup) -> None:
     """
     try:
         import nvshmem.core as nvshmem
-        from cuda.core import Device
+
+        device_class = _device_class()
     except ImportError as error:
         raise MoEEpUnavailableError(
             f"several ranks need nvshmem4py (pip install 'moe-ep[gpu]'): {error}"
@@ -260,7 +261,7 @@ def start_nvshmem(group: EpGroup) -> None:
     gpu = [socket.gethostname(), str(torch.cuda.get_device_properties(group.device).uuid)]
     _, gpus = exchange_records(group, "nvshmem/gpu", gpu, timeout_s=60.0)
     check_distinct_gpus(gpus)
-    device = Device(group.device.index)
+    device = device_class(group.device.index)
     device.set_current()
     unique_id = nvshmem.get_unique_id() if group.rank == 0 else None
     # Pickled as torch would to broadcast it; the store is the job's own.
@@ -276,6 +277,15 @@ def start_nvshmem(group: EpGroup) -> None:
         )
     except Exception as error:
         raise MoEEpTransportError(f"NVSHMEM does not start: {error}") from error
+
+
+def _device_class() -> type:
+    """cuda.core's `Device`, which stood elsewhere in what nvshmem4py needed for NVSHMEM 3.4."""
+    try:
+        from cuda.core import Device
+    except ImportError:
+        from cuda.core.experimental import Device
+    return Device
 
 
 def check_distinct_gpus(gpus: list[list[str]]) -> None:

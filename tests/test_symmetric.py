@@ -255,6 +255,17 @@ def test_nvshmem_starts_after_the_gpu_is_bound_and_ends_after_its_memory_is_free
     ]
 
 
+def test_nvshmem_of_before_starts_too(nvshmem, monkeypatch):
+    """nvshmem4py of NVSHMEM 3.4 comes with a cuda.core that calls its classes experimental."""
+    now = sys.modules["cuda.core"]
+    before, experimental = types.ModuleType("cuda.core"), types.ModuleType("cuda.core.experimental")
+    experimental.Device = now.Device
+    monkeypatch.setitem(sys.modules, "cuda.core", before)
+    monkeypatch.setitem(sys.modules, "cuda.core.experimental", experimental)
+    heap_of(TWO_RANKS)
+    assert nvshmem.calls == ["set_device", "current 0", "init on GPU 0"]
+
+
 def test_a_group_outside_the_first_is_refused(nvshmem):
     heap_of(TWO_RANKS)
     other = replace(TWO_RANKS, global_ranks=(0, 2))
