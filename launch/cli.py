@@ -4,6 +4,7 @@ Only the module of the subcommand asked for is imported, so `moe-ep --help` need
 """
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -47,6 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not torchrun.record(error):
             print(f"moe-ep {args.command}: {error}", file=sys.stderr)
         return torchrun.REFUSED
+    except KeyboardInterrupt:
+        if not torchrun.is_worker():
+            print(f"moe-ep {args.command}: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     except Exception as error:
         if not torchrun.record(error):
             raise

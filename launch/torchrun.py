@@ -20,8 +20,10 @@ def is_worker() -> bool:
 
 def start(args: argparse.Namespace, num_ranks: int) -> int:
     """Run the parsed subcommand on `num_ranks` local processes; return 0, or the exit code of the
-    rank whose error is printed: one that refused its arguments, else the first that failed."""
+    rank whose error is printed: one that refused its arguments, else the first that failed. As in
+    a shell, 128 and the signal after a signal to this process."""
     from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     # One thread for each rank is torchrun's own choice; said here, it does not warn about it.
@@ -32,6 +34,9 @@ def start(args: argparse.Namespace, num_ranks: int) -> int:
         run.run(run.parse_args(options + command_line(args)))
     except ChildFailedError as error:
         return _report(args.command, error)
+    except SignalException as error:  # a user's Ctrl-C; the ranks have ended
+        print(f"moe-ep {args.command}: ended by signal {error.sigval.value}", file=sys.stderr)
+        return 128 + error.sigval
     return 0
 
 

@@ -52,6 +52,18 @@ def test_a_level_of_logging_that_is_unknown_is_refused_by_every_command(
         assert "MOE_EP_LOG 'loud' is not known; allowed: debug, info" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("rank", "said"), [(None, "moe-ep doctor: interrupted\n"), ("1", "")])
+def test_an_interrupted_command_ends_without_a_traceback(monkeypatch, capsys, rank, said) -> None:
+    def interrupt(args: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "run", interrupt)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    assert cli.main(["doctor"]) == 130
+    assert capsys.readouterr().err == said
+
+
 def test_doctor_reports_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
