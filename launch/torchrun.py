@@ -4,7 +4,9 @@ import argparse
 import logging
 import os
 import signal
+import subprocess
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,22 +22,28 @@ def is_worker() -> bool:
 
 def start(args: argparse.Namespace, num_ranks: int) -> int:
     """Run the parsed subcommand on `num_ranks` local processes; return 0, or the exit code of the
-    rank whose error is printed: one that refused its arguments, else the first that failed. As in
-    a shell, 128 and the signal after a signal to this process."""
+    rank whose error is printed: one that refused its arguments, else the first that failed."""
+    # In a process of its own: torch's launcher sets signal handlers and levels of logging.
+    command = [sys.executable, "-m", "moe_ep.launch.torchrun", str(num_ranks), *command_line(args)]
+    # One thread for each rank is torchrun's own choice; said here, it does not warn about it.
+    environ = {"OMP_NUM_THREADS": "1", **os.environ}
+    return subprocess.run(command, env=environ, check=False).returncode
+
+
+def main(argv: Sequence[str]) -> int:
+    """The process that `start` starts: number of ranks, then the words of the command."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # One thread for each rank is torchrun's own choice; said here, it does not warn about it.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    num_ranks, *words = argv
     options = ["--standalone", f"--nproc-per-node={num_ranks}", "--module", "moe_ep.launch.cli"]
     _silence_elastic()
     try:
-        run.run(run.parse_args(options + command_line(args)))
+        run.run(run.parse_args(options + words))
     except ChildFailedError as error:
-        return _report(args.command, error)
-    except SignalException as error:  # a user's Ctrl-C; the ranks have ended
-        print(f"moe-ep {args.command}: ended by signal {error.sigval.value}", file=sys.stderr)
+        return _report(words[0], error)
+    except SignalException as error:
         return 128 + error.sigval
     return 0
 
@@ -93,3 +101,7 @@ def _silence_elastic() -> None:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

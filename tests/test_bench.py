@@ -252,8 +252,7 @@ def test_a_refusal_is_told_alone_and_else_the_traceback_of_the_first_rank_that_f
         raise ChildFailedError("moe-ep", found)
 
     monkeypatch.setattr("torch.distributed.run.run", run)
-    args = argparse.Namespace(command="tune", run=None)
-    assert torchrun.start(args, 2) == code
+    assert torchrun.main(["2", "tune", "--geometry", "v3"]) == code
     printed = capsys.readouterr().err
     lines = [line for line in printed.splitlines() if line.startswith("moe-ep tune: ")]
     assert [line.removeprefix("moe-ep tune: ") for line in lines] == said
