@@ -97,6 +97,7 @@ class GroupedWorkspace:
             region.name: torch.empty(region.shape, dtype=_DTYPES[region.dtype], device=device)
             for region in regions
         }
+        self["pool"][:1].zero_()  # a slot without a row reads row 0 and drops what it finds there
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._tensors[name]

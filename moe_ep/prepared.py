@@ -9,6 +9,7 @@ from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.grouped_memory import prepared_bytes
 from moe_ep.megakernel.formats import PreparedWeights, prepare
 from moe_ep.megakernel.problem import MoEShape
+from moe_ep.megakernel.workspace_memory import free_bytes
 from moe_ep.weights import MoEWeights
 
 _log = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ def prepare_weights(shape: MoEShape, weights: MoEWeights) -> PreparedWeights:
         return prepare(weights)
     except torch.OutOfMemoryError as error:
         raise MoEEpConfigError(
-            f"prepared weights need {num_bytes} bytes on {device} beside the weights given, which "
-            f"are not free; allowed: fewer experts on a rank than {weights.num_local_experts}"
+            f"prepared weights need {num_bytes} bytes on {device} beside the weights given, where "
+            f"{free_bytes(device)} are free; allowed: fewer experts on a rank than "
+            f"{weights.num_local_experts}"
         ) from error

@@ -19,7 +19,7 @@ from typing import NoReturn, Protocol
 
 import torch
 
-from moe_ep.comm.errors import MoEEpConfigError, MoEEpStateError
+from moe_ep.comm.errors import MoEEpConfigError, MoEEpError, MoEEpStateError
 from moe_ep.comm.group import EpGroup
 from moe_ep.comm.liveness import Liveness
 from moe_ep.comm.nccl_ep import (
@@ -38,6 +38,7 @@ from moe_ep.fingerprint import COMPILE_TIMEOUT_S, agree
 from moe_ep.held_weights import HeldWeights
 from moe_ep.inputs import MoEInputs
 from moe_ep.megakernel.problem import MoEShape
+from moe_ep.megakernel.workspace_memory import free_bytes
 from moe_ep.reference import combine_terms
 from moe_ep.split import SplitBackend, TorchExperts
 from moe_ep.weights import MoEWeights
@@ -199,13 +200,17 @@ class NcclEpSplit(DeviceBackend):
         except torch.OutOfMemoryError as error:
             refusal = MoEEpConfigError(
                 f"NCCL-EP {spec.mode} {spec.layout} needs {sum(self._buffer_bytes.values())} bytes "
-                f"on {group.device} for {spec.max_tokens_per_rank} rows of a rank, which are not "
-                "free; lower max_tokens_per_rank"
+                f"on {group.device} for {spec.max_tokens_per_rank} rows of a rank, where "
+                f"{free_bytes(group.device)} are free; lower max_tokens_per_rank"
             )
             refusal.__cause__ = error
         except Exception as error:  # told to the other ranks, then raised
             refusal = error
-        agree(group, {}, refusal, timeout_s, "NCCL-EP buffers")
+        try:
+            agree(group, {}, refusal, timeout_s, "NCCL-EP buffers")
+        except MoEEpError:
+            self.destroy()
+            raise
 
     @property
     def held(self) -> HeldWeights:

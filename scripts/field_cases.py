@@ -4,7 +4,8 @@
     python scripts/field_cases.py --from-json field.json more.json --markdown field.md
 
 Cases of one file and place go together, some at a time, in a child process; several children share
-a GPU. Files that time something run by themselves at the end. A case that is still running after
+a GPU. They are forked by a server that has imported what takes long and has not touched a GPU.
+Files that time something run by themselves at the end. A case that is still running after
 --case-limit seconds, or that takes the process or the GPU's context with it, costs its child: the
 cases behind it go on in a new one. Exit code 1 unless every case passed or was skipped.
 """
@@ -12,10 +13,10 @@ cases behind it go on in a new one. Exit code 1 unless every case passed or was 
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -37,6 +38,7 @@ START_LIMIT_S = 120.0  # of a child, until its first case
 LOST_CONTEXT = 3  # exit code of a child that cannot use its GPU any more
 CASES_OF_A_CHILD = 8
 NUM_ROWS = 92
+FORKED = ("pytest", "moe_ep.mega", "moe_ep.split", "moe_ep.grouped")  # modules that a child has
 # Kinds of the list, their rows, and what they are about: lines of the README's table.
 KINDS = {
     "deadlock": (
@@ -131,6 +133,13 @@ def column_of(item) -> str:
     return "mega" if re.search("mega", item.nodeid.partition("[")[2], re.I) else "split"
 
 
+def fork_server() -> multiprocessing.context.BaseContext:
+    os.environ["OMP_NUM_THREADS"] = "2"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(FORKED))
+    return context
+
+
 def context_works() -> bool:
     import torch
 
@@ -143,11 +152,18 @@ def context_works() -> bool:
     return True
 
 
-def child(path: str, words: list[str]) -> int:
+def child(record: str, log: str, words: list[str]) -> None:
+    """A process of cases: their outcomes go to `record`, what they print to `log`."""
+    os.setsid()
+    os.chdir(ROOT)
+    output = os.open(log, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(output, stream.fileno())
+        stream.reconfigure(line_buffering=True)
     import pytest
 
     options = ["-q", "-p", "no:cacheprovider", "-o", "timeout=0", *words]
-    return int(pytest.main(options, plugins=[Record(path)]))
+    sys.exit(int(pytest.main(options, plugins=[Record(record)])))
 
 
 @dataclass
@@ -186,6 +202,7 @@ class Run:
     columns: dict[str, str] = field(default_factory=dict)  # node -> column
     outcomes: dict[str, Outcome] = field(default_factory=dict)  # by node
     num_children: int = 0
+    processes: multiprocessing.context.BaseContext = field(default_factory=fork_server)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def collect(self, words: list[str]) -> None:
@@ -223,18 +240,16 @@ class Run:
         with self.lock:
             self.num_children += 1
             record = self.scratch / f"{self.num_children}.jsonl"
-        record.touch()
         log = record.with_suffix(".txt")
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, __file__, "--child", str(record), *words],
-                cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-                env=os.environ | {"OMP_NUM_THREADS": "2", "PYTHONUNBUFFERED": "1"},
-            )  # fmt: skip
+        record.touch()
+        log.touch()
+        process = self.processes.Process(target=child, args=(str(record), str(log), words))
+        with self.lock:  # starting the server is not safe in threads
+            process.start()
         lines, since, limit, why = [], time.monotonic(), START_LIMIT_S, ""
         while not why:
-            if process.poll() is not None:
-                why = f"exit code {process.returncode}"
+            if process.exitcode is not None:
+                why = f"exit code {process.exitcode}"
             for line in record.read_text().splitlines()[len(lines) :]:
                 lines.append(json.loads(line))
                 limit, since = read(lines[-1]), time.monotonic()
@@ -243,7 +258,8 @@ class Run:
             time.sleep(0.2)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.join()
         return lines, f"{why}\n{log.read_text(errors='replace')[-2000:]}"
 
     def add(self, node: str, outcome: str, seconds: float, text: str) -> None:
@@ -366,8 +382,6 @@ def report(outcomes: list[Outcome]) -> int:
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["--child"]:
-        return child(sys.argv[2], sys.argv[3:])
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", help="of tests/field; default: all")
     parser.add_argument("-k", help="as pytest's")

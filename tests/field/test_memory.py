@@ -73,11 +73,13 @@ def test_A70_eight_layers_hold_their_weights_and_nothing_that_grows(ranks):
     given = make_inputs(S0, 16, seed=0)
     inputs = on_device(ranks, given)
     held = []
-    for _ in range(300 if ranks.kind != "cpu" else 10):
+    num_steps = 300 if ranks.kind != "cpu" else 6
+    for step in range(num_steps):
         for layer in layers:
             layer(inputs)
-        held.append(held_bytes(ranks.device) - before)
-    assert held[-1] == held[1]
+        if step in (1, 2, num_steps // 2, num_steps - 1):
+            held.append(held_bytes(ranks.device) - before)
+    assert held == [held[0]] * 4
     for seed, layer in enumerate(layers):
         ranks.assert_right([layer(inputs).cpu()], [given], make_weights(S0, "bf16", seed))
     if ranks.kind == "cpu":
@@ -269,11 +271,12 @@ def test_A70_layers_of_virtual_ranks_share_a_workspace(ranks):
     parts = ranks.parts(S0, 16)
     calls = [layer.bind(parts) for layer in layers]
     held = []
-    for _ in range(100):
+    for step in range(100):
         for call in calls:
             call.launch()
-        held.append(held_bytes("cuda") - before)
-    assert held[-1] == held[1]
+        if step in (1, 2, 99):
+            held.append(held_bytes("cuda") - before)
+    assert held == [held[0]] * 3
     assert len({id(layer.mega.memory) for layer in layers}) == 1
     for seed, call in enumerate(calls):
         ranks.assert_right(call.outputs(), parts, weights_of(S0, "nvfp4", seed))

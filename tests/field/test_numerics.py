@@ -432,8 +432,10 @@ def test_A60_every_build_of_the_table_is_right(ranks):
         for count in (1, 64, 896):
             parts = ranks.parts(S0, count)
             outputs = layer(parts)
-            ranks.assert_right(outputs, parts, weights)
-            assert all(map(torch.equal, outputs, first.setdefault(count, outputs)))
+            if count not in first:
+                ranks.assert_right(outputs, parts, weights)
+                first[count] = outputs
+            assert all(map(torch.equal, outputs, first[count]))
         layer.destroy()
 
 
