@@ -227,12 +227,25 @@ def st_global(
 
 
 @dsl_user_op
+def st_shared_v4(
+    address: Int32,
+    words: Sequence[Uint32],
+    *,
+    loc: ir.Location | None = None,
+    ip: ir.InsertionPoint | None = None,
+) -> None:
+    """st.shared.v4.b32; `address` is aligned to 16 bytes."""
+    text = "st.shared.v4.b32 [$0], {$1, $2, $3, $4};"
+    _asm(None, [address, *words], text, "r,r,r,r,r,~{memory}", loc, ip)
+
+
+@dsl_user_op
 def bulk_copy_g2s(
     dst_smem: Int32,
     src: Int64,
     num_bytes: Int32,
     mbarrier: Int32,
-    policy: int = EVICT_NORMAL,
+    policy: int | Int64 = EVICT_NORMAL,
     *,
     loc: ir.Location | None = None,
     ip: ir.InsertionPoint | None = None,
@@ -270,6 +283,31 @@ def ld_global_v4(
     text = "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];"
     loaded = _asm(struct, [address], text, "=r,=r,=r,=r,l,~{memory}", loc, ip)
     return tuple(Uint32(llvm.extractvalue(T.i32(), loaded, [i], loc=loc, ip=ip)) for i in range(4))
+
+
+@dsl_user_op
+def ld_global_v4_once(
+    address: Int64, *, loc: ir.Location | None = None, ip: ir.InsertionPoint | None = None
+) -> tuple[Uint32, ...]:
+    """`ld_global_v4` of what nobody reads again: its lines are the first that leave L2."""
+    struct = llvm.StructType.get_literal([T.i32()] * 4)
+    text = "ld.global.L1::no_allocate.L2::cache_hint.v4.b32 {$0, $1, $2, $3}, [$4], $5;"
+    operands = [address, Int64(EVICT_FIRST)]
+    loaded = _asm(struct, operands, text, "=r,=r,=r,=r,l,l,~{memory}", loc, ip)
+    return tuple(Uint32(llvm.extractvalue(T.i32(), loaded, [i], loc=loc, ip=ip)) for i in range(4))
+
+
+@dsl_user_op
+def bulk_prefetch_l2(
+    address: Int64,
+    num_bytes: Int32,
+    *,
+    loc: ir.Location | None = None,
+    ip: ir.InsertionPoint | None = None,
+) -> None:
+    """cp.async.bulk.prefetch.L2 of `num_bytes`, a multiple of 16."""
+    text = "cp.async.bulk.prefetch.L2.global [$0], $1;"
+    _asm(None, [address, num_bytes], text, "l,r,~{memory}", loc, ip)
 
 
 @dsl_user_op

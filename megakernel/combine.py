@@ -146,7 +146,7 @@ class Combine:
             slots = range(first, min(first + self.slots_in_flight, top_k))
             weights, is_used = self.load_weights(inputs, token, slots)
             loaded = [
-                [ptx.ld_global_v4(self.term_address(view, token, k, vector)) for k in slots]
+                [ptx.ld_global_v4_once(self.term_address(view, token, k, vector)) for k in slots]
                 for vector in vectors
             ]
             for i, terms in enumerate(loaded):

@@ -67,6 +67,7 @@ class Dispatch:
             peers: cute.struct.MemRange[Int64, ranks]
             rows: cute.struct.MemRange[Int32, experts]  # pool rows of each local expert
             before: cute.struct.MemRange[Int32, experts]  # those of earlier shares
+            tokens: cute.struct.MemRange[Int32, experts]  # sum of 1 << token, see `first_stages`
             first_row: cute.struct.MemRange[Int32, experts]
             first_tile: cute.struct.MemRange[Int32, experts]
             next_row: cute.struct.MemRange[Int32, experts]
@@ -188,6 +189,7 @@ class Dispatch:
         for expert in range(threads.idx, experts, threads.num_threads):
             (storage.rows.data_ptr() + expert).store(Int32(0))
             (storage.before.data_ptr() + expert).store(Int32(0))
+            (storage.tokens.data_ptr() + expert).store(Int32(0))
         if threads.idx == 0:
             storage.num_rows.data_ptr().store(Int32(0))
             storage.num_used.data_ptr().store(Int32(0))
@@ -277,6 +279,10 @@ class Dispatch:
                 expert = self.routing.local_expert(view, loaded[i])
                 if (expert >= 0) & (index < num_slots):
                     _add(storage.rows.data_ptr() + expert, Int32(1))
+                    if const_expr(self.layout.num_ranks == 1):
+                        if num_tokens <= WARP_SIZE:
+                            bit = Int32(1) << (index // self.layout.top_k)
+                            _add(storage.tokens.data_ptr() + expert, bit)
                     if index < own_slot:
                         _add(storage.before.data_ptr() + expert, Int32(1))
 

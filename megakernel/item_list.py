@@ -84,6 +84,9 @@ class ItemList:
     def tiles_up_to(self, storage, place):
         """Token tiles of the experts up to and with the one at `place` of the order."""
         expert = (storage.order.data_ptr() + place).load()
-        rows = (storage.rows.data_ptr() + expert).load()
-        tiles = schedule.num_token_tiles(rows, self.knobs.max_tile_width)
+        tiles = self.num_tiles(storage, expert)
         return (storage.first_tile.data_ptr() + expert).load() + tiles
+
+    def num_tiles(self, storage, expert: Int32) -> Int32:
+        rows = (storage.rows.data_ptr() + expert).load()
+        return schedule.num_token_tiles(rows, self.knobs.max_tile_width)

@@ -26,7 +26,7 @@ import cutlass.utils.hopper_helpers as sm90_helpers
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from moe_ep.comm.ptx import EVICT_FIRST, bulk_copy_g2s, fma_rn
+from moe_ep.comm.ptx import EVICT_FIRST, bulk_copy_g2s, bulk_prefetch_l2, fma_rn
 from moe_ep.megakernel.formats import BLOCK_TILES, TILE_COLS, TILE_FORMATS, TILE_ROWS
 from moe_ep.megakernel.knobs import KernelKnobs
 from moe_ep.megakernel.schedule import TOKEN_STEP
@@ -37,6 +37,7 @@ BOX_ROWS = 32  # of the larger of two boxes, where they divide the widest tile
 # Widest token tile whose two slices leave registers for a whole slab's operand.
 HALF_WAIT_WIDTH = 32
 BYTES_PER_NS = 32  # of memory, a CTA's share: 132 of them read 4.2 TB/s
+SLABS_PREFETCHED = 2  # of an item; 132 CTAs ask for what memory delivers during the scan
 BOX_STEP_BYTES = TOKEN_STEP * TILE_COLS * 2  # both halves of K, 8 rows
 
 
@@ -130,10 +131,11 @@ class MainloopSm90:
         first_slab: Int32 = 0,
         end_slab: Int32 | None = None,
         is_paced: cutlass.Constexpr = False,
+        policy: int | Int64 = EVICT_FIRST,
     ):
         """Weight warp: stream one item's slabs, all or some. `matrix` is the expert's prepared
         matrix. Paced: ask for them no faster than memory delivers, so that what others ask for
-        meanwhile does not queue up behind a whole ring."""
+        meanwhile does not queue up behind a whole ring. `policy`: of L2."""
         source = self.slice_address(matrix, first_slice, num_slabs)
         second = source
         if const_expr(self.slices_per_item == 2):
@@ -157,17 +159,30 @@ class MainloopSm90:
                 full = (bars + stage).toint()
                 target = ring + stage * (4 * self.stage_words)
                 cute.arch.mbarrier_arrive_and_expect_tx(bars + stage, num_bytes)
-                bulk_copy_g2s(target, source, Int32(self.slice_bytes), full, EVICT_FIRST)
+                bulk_copy_g2s(target, source, Int32(self.slice_bytes), full, policy)
                 if const_expr(self.slices_per_item == 2):
                     if num_slices == 2:
                         bulk_copy_g2s(
                             *(target + self.slice_bytes, second, Int32(self.slice_bytes), full),
-                            EVICT_FIRST,
+                            policy,
                         )
             source += BLOCK_TILES * self.fmt.tile_bytes
             second += BLOCK_TILES * self.fmt.tile_bytes
             stage, phase = self.advance(stage, phase)
         return stage, phase
+
+    @cute.jit
+    def prefetch_weights(
+        self, matrix: Int64, first_slice: Int32, num_slices: Int32, num_slabs: cutlass.Constexpr
+    ):
+        """One warp: an item's first slabs into L2, before anybody knows who will load them."""
+        lane = cute.arch.lane_idx()
+        slice_idx = first_slice + lane % self.slices_per_item
+        slab = lane // self.slices_per_item
+        if (slab < min(SLABS_PREFETCHED, num_slabs)) & (slice_idx < num_slices):
+            source = self.slice_address(matrix, slice_idx, num_slabs)
+            source += Int64(slab) * (BLOCK_TILES * self.fmt.tile_bytes)
+            bulk_prefetch_l2(source, Int32(self.slice_bytes))
 
     @cute.jit
     def load_tokens(
@@ -181,8 +196,10 @@ class MainloopSm90:
         is_empty: cutlass.Boolean,
         stage: Int32,
         phase: Int32,
+        first_slab: Int32 = 0,
     ):
-        """Token warp: rows first_row.. of the pool into every stage of one item."""
+        """Token warp: rows first_row.. of the pool into the stages of one item, all slabs or those
+        from `first_slab` on."""
         parts = []
         for (atom, tensor), boxes, rows in zip(
             copies, ring_boxes, (TOKEN_STEP, self.box_rows), strict=True
@@ -208,7 +225,7 @@ class MainloopSm90:
         slabs = Int32(num_slabs)
         if is_empty:
             slabs = Int32(0)
-        for slab in cutlass.range(slabs, unroll=1):
+        for slab in cutlass.range(first_slab, slabs, unroll=1):
             cute.arch.mbarrier_wait(bars + self.stages + stage, phase)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(bars + stage, steps * BOX_STEP_BYTES)

@@ -146,9 +146,9 @@ def _build(spec: MegaSpec):
 
 
 def scan_bytes(num_local_experts: int, num_ranks: int) -> int:
-    """Shared memory beside ring and row buffers: what the scan finds (eight words an expert),
+    """Shared memory beside ring and row buffers: what the scan finds (nine words an expert),
     peers, barriers, alignment."""
-    return 32 * num_local_experts + 16 * num_ranks + 1536
+    return 36 * num_local_experts + 16 * num_ranks + 1536
 
 
 def row_buffer_bytes(hidden: int) -> int:

@@ -45,6 +45,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream
 
 from moe_ep.comm.device import Watch, count, int32_ptr, int64_ptr
+from moe_ep.comm.ptx import EVICT_FIRST, EVICT_NORMAL
 from moe_ep.megakernel import protocol, schedule
 from moe_ep.megakernel.combine import Combine
 from moe_ep.megakernel.combine_tp import CombineTp
@@ -52,6 +53,7 @@ from moe_ep.megakernel.compile_cache import CompiledFunction, compile_for_sm90
 from moe_ep.megakernel.decode import make_decoder
 from moe_ep.megakernel.dispatch import WARP_SIZE, Dispatch
 from moe_ep.megakernel.epilogue_sm90 import EpilogueSm90
+from moe_ep.megakernel.first_stages import FirstStages
 from moe_ep.megakernel.formats import num_slabs
 from moe_ep.megakernel.item_list import (
     FIRST_ROW,
@@ -71,7 +73,7 @@ from moe_ep.megakernel.item_ring import (
 )
 from moe_ep.megakernel.knobs import THREADS_PER_WARPGROUP
 from moe_ep.megakernel.mainloop_sm90 import MainloopSm90
-from moe_ep.megakernel.mega_moe import MegaSpec
+from moe_ep.megakernel.mega_moe import MAX_LENDING_WIDTH, MegaSpec
 from moe_ep.megakernel.protocol import Moment, Phase
 from moe_ep.megakernel.rank_view import (
     RankInputs,
@@ -83,7 +85,7 @@ from moe_ep.megakernel.rank_view import (
 )
 from moe_ep.megakernel.routing import Routing
 
-WEIGHTS_WARP, TOKENS_WARP, DISPATCH_WARP = 0, 1, 2
+WEIGHTS_WARP, TOKENS_WARP, DISPATCH_WARP, SPARE_WARP = 0, 1, 2, 3
 WARPS_PER_WARPGROUP = 4
 # Named barriers; 0 is that of the whole CTA.
 NAME_MATH, NAME_BROUGHT = 1, 2
@@ -113,6 +115,7 @@ class MegaMoESm90:
         )
         self.fc1_slabs = num_slabs(spec.layout.hidden)
         self.fc2_slabs = num_slabs(spec.layout.intermediate)
+        self.first_stages = FirstStages(spec, self.dispatch, self.fc1_slabs)
         self.num_math_warps = WARPS_PER_WARPGROUP * spec.knobs.num_math_warpgroups
         self.num_math_threads = THREADS_PER_WARPGROUP * spec.knobs.num_math_warpgroups
         self.item_list = ItemList(spec)
@@ -307,8 +310,11 @@ class MegaMoESm90:
                 self.init_barriers(bars)
                 for atom in (pool_small, pool_wide, hidden_small, hidden_wide):
                     cpasync.prefetch_descriptor(atom)
-            self.route(view, inputs, shared.dispatch, heaps, thread_idx)
             first_expert = self.experts_before(rank) - self.experts_before(first_rank)
+            if const_expr(self.knobs.max_tile_width <= MAX_LENDING_WIDTH):
+                if (warp == SPARE_WARP) & (num_tokens * layout.top_k >= layout.num_local_experts):
+                    self.prefetch_weights(view, w13 + Int64(first_expert) * self.fc1.expert_bytes)
+            self.route(view, inputs, shared.dispatch, heaps, thread_idx)
             weights = (
                 w13 + Int64(first_expert) * self.fc1.expert_bytes,
                 w2 + Int64(first_expert) * self.fc2.expert_bytes,
@@ -347,7 +353,7 @@ class MegaMoESm90:
                 self.dispatch.bring_few(view, inputs, shared.dispatch, threads)
                 self.dispatch.bring_first(view, inputs, shared.dispatch, threads)
                 self.math_role(
-                    *(view, shared, bars, decoder, mmas, factors),
+                    *(view, inputs, shared, bars, decoder, mmas, factors),
                     *(warpgroup_idx - 1, thread_idx % THREADS_PER_WARPGROUP),
                 )
                 cute.arch.barrier(
@@ -403,6 +409,19 @@ class MegaMoESm90:
         self.dispatch.scan(view, inputs, storage, threads)
         view.mark(Moment.SCANNED, threads)
 
+    @cute.jit
+    def prefetch_weights(self, view, w13: Int64):
+        """One warp: the beginning of one of FC1's items. Memory is idle until routing is known, and
+        most experts are hit where there are as many slots."""
+        row_items = self.fc1.grid(1).row_items
+        item = view.cta * (self.layout.num_local_experts * row_items) // view.num_ctas
+        self.mainloop.prefetch_weights(
+            w13 + Int64(item // row_items) * self.fc1.expert_bytes,
+            item % row_items * self.knobs.slices_per_item,
+            Int32(self.fc1.num_slices),
+            self.fc1_slabs,
+        )
+
     def experts_before(self, rank: Int32):
         """Experts that the ranks before `rank` hold together."""
         if self.layout.is_tp:
@@ -432,6 +451,10 @@ class MegaMoESm90:
             if gemm == 1:
                 matrix = weights[1] + Int64(expert) * self.fc2.expert_bytes
                 slabs = Int32(self.fc2_slabs)
+            policy = Int64(EVICT_FIRST)
+            if const_expr(self.knobs.num_math_warpgroups == 2):
+                if self.item_list.num_tiles(shared.dispatch, expert) > 1:
+                    policy = Int64(EVICT_NORMAL)  # each of the tiles reads them
             most = cutlass.max(slabs - SLABS_AHEAD, Int32(0))
             begun = Int32(0)
             if is_first == 1:
@@ -439,12 +462,12 @@ class MegaMoESm90:
                 begun = cutlass.min(most, self.knobs.stages)
                 stage, phase = self.mainloop.load_weights(
                     bars, shared.weights.data_ptr(), matrix, first_slice, num_slices, slabs, stage,
-                    phase, 0, begun, is_paced=True,
+                    phase, 0, begun, is_paced=True, policy=policy,
                 )  # fmt: skip
             is_first = Int32(0)
             stage, phase = self.mainloop.load_weights(
                 bars, shared.weights.data_ptr(), matrix, first_slice, num_slices, slabs, stage,
-                phase, begun, most,
+                phase, begun, most, policy=policy,
             )  # fmt: skip
             # The next position is on its way while the rest streams, and not earlier: it goes to
             # the CTA that needs it first.
@@ -455,7 +478,7 @@ class MegaMoESm90:
                 )
             stage, phase = self.mainloop.load_weights(
                 bars, shared.weights.data_ptr(), matrix, first_slice, num_slices, slabs, stage,
-                phase, most, slabs,
+                phase, most, slabs, policy=policy,
             )  # fmt: skip
             position = cute.arch.shuffle_sync(position, 0)
         self.items.publish(shared, record, record_phase, (Int32(END),))
@@ -473,9 +496,11 @@ class MegaMoESm90:
         stage, phase = Int32(0), Int32(1)
         record, record_phase = Int32(0), Int32(0)
         is_first = Int32(1)
-        expert, gemm, _, num_slices, first_row, num_rows, tile = self.items.next(
-            shared, record, record_phase
-        )
+        item = self.items.next(shared, record, record_phase)
+        expert, gemm, _, num_slices, first_row, num_rows, tile = item
+        first_slab = Int32(0)
+        if const_expr(self.first_stages.is_used):
+            first_slab, phase = self.first_stages.skip(view, shared.dispatch, bars, item, phase)
         while expert != END:
             record, record_phase = self.items.advance(record, record_phase)
             is_empty = num_slices == 0
@@ -490,8 +515,9 @@ class MegaMoESm90:
                 cute.arch.fence_proxy("async.global")
                 stage, phase = self.mainloop.load_tokens(
                     bars, copies[0], ring_boxes, first_row, num_rows, self.fc1_slabs, is_empty,
-                    stage, phase,
+                    stage, phase, first_slab,
                 )  # fmt: skip
+                first_slab = Int32(0)
             else:
                 done = view.counter(counters.fc1_done + tile)
                 view.watch.wait_reached(done, self.tile_slices, Phase.FC1, view.rank, expert=expert)
@@ -533,7 +559,8 @@ class MegaMoESm90:
 
     @cute.jit
     def math_role(
-        self, view, shared, bars, decoder: cutlass.Constexpr, mmas, factors, warpgroup_idx, tid
+        self, view, inputs, shared, bars, decoder: cutlass.Constexpr, mmas, factors,
+        warpgroup_idx, tid,
     ):  # fmt: skip
         """A math warpgroup: follows the records, accumulates, stores its rows."""
         ring_layout = self.mainloop.stage_layout()
@@ -542,6 +569,10 @@ class MegaMoESm90:
         stage, phase = Int32(0), Int32(0)
         record, record_phase = Int32(0), Int32(0)
         item = self.items.next(shared, record, record_phase)
+        if const_expr(self.first_stages.is_used):
+            idx = warpgroup_idx * THREADS_PER_WARPGROUP + tid
+            threads = Threads(idx, self.num_math_threads, NAME_MATH)
+            self.first_stages.fill(view, inputs, shared, bars, item, threads)
         while item[EXPERT] != END:
             record, record_phase = self.items.advance(record, record_phase)
             stage, phase = self.item_of_width(0, decoder, context, item, stage, phase)
