@@ -152,6 +152,13 @@ KNOB_TABLE = (
         "the end of FC1. The fused layer, T 1: 64.4 us, with two slices 66.3 in the same run",
     ),
     KnobRow(
+        16,
+        FP4,
+        _decode(2, (8, 16), 5),
+        "HBM bound, and a smaller kernel: the fused layer, T 8: 173.2 us, with tiles of up to 32 "
+        "175.3, with one slice 175.0; T 32: 198.4, 199.5, 203.0",
+    ),
+    KnobRow(
         32,
         FP4,
         _decode(2, (8, 16, 24, 32), 5),
