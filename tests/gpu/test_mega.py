@@ -27,6 +27,8 @@ from moe_ep.reference import combine_terms, terms_oracle_fp64
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 SHAPE = MoEShape(num_experts=13, top_k=4, hidden=512, intermediate=256)
+# Ten K slabs: no ring has more stages.
+LONG = replace(SHAPE, hidden=1280)
 CAPACITY = 61
 RANKS = [1, 2, 4, 8]
 # Contract: a term within this of FP64 (relative L2).
@@ -273,6 +275,20 @@ def test_any_number_of_tokens_has_the_bits_it_has_in_a_batch(count):
     expected = shared_layer().run(inputs)
     part = part_of(inputs, slice(0, count))
     assert_same_bits(shared_layer().run(part), expected[:count])
+
+
+@pytest.mark.parametrize("max_sms", [None, 16, 7])
+@pytest.mark.parametrize("routing", [name for name in ROUTINGS if name != "all masked"])
+def test_few_tokens_straight_into_the_ring_have_the_bits_they_have_in_a_batch(routing, max_sms):
+    """Up to 32 of one rank are, those of a CTA's first item, where its share is at most two; 61
+    all go by way of the pool."""
+    inputs = tokens(CAPACITY, 9, LONG)
+    inputs = with_ids(inputs, ROUTINGS[routing](inputs.topk_ids))
+    layer = Layer(shape=LONG, max_sms=max_sms)
+    assert_correct(layer, inputs)
+    expected = layer.run(inputs)
+    for count in (1, 2, 8, 31, 32, 33):
+        assert_same_bits(layer.run(part_of(inputs, slice(0, count))), expected[:count])
 
 
 @pytest.mark.parametrize("row", KNOB_TABLE, ids=lambda row: f"{row.formats[0]}-{row.max_rows}")
