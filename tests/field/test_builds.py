@@ -1,26 +1,27 @@
 """Field cases about which build of a kernel runs: chosen by rank, tuned too early, failed on one.
 
-No build is chosen by a timing: `make_buckets` is a function of shape, format, capacity and number
-of ranks, `choose_bucket` of the bound on tokens, which are the same on all ranks.
+Without knobs="auto" no build is chosen by a timing: `make_buckets` is a function of shape, format,
+capacity and number of ranks, `choose_bucket` of the bound on tokens, which are the same on all
+ranks. With it `mega_tune.Tuner` times candidates; here also on a CPU, where the times are made up.
 """
 
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
-from field_ranks import S0, TIMEOUT_S, device_of, on, places
+from field_ranks import S0, TIMEOUT_S, device_of, on, places, weights_of
 from layer_cases import make_inputs
 from test_lifecycle import build
 
-from moe_ep.comm.errors import MoEEpError
+from moe_ep import mega_tune
+from moe_ep.comm.errors import MoEEpConfigError, MoEEpError
+from moe_ep.comm.group import EpGroup
 from moe_ep.launch import spawn
-from moe_ep.megakernel import compile_cache
+from moe_ep.megakernel import compile_cache, tune
 from moe_ep.megakernel.knobs import choose_knobs
 from moe_ep.megakernel.mega_moe import choose_bucket, make_buckets
-
-TOKENS = (1, 4, 16, 64, 256, 1024)
 
 
 @contextmanager
@@ -44,25 +45,104 @@ def busy(device: str):
     thread.join()
 
 
-@on("cpu2", "mega@2")
-def test_A08_a_loaded_rank_takes_the_builds_of_an_idle_one(ranks):
-    def chosen() -> list[str]:
-        buckets = make_buckets("nvfp4", S0, 1024, ranks.num_ranks)
-        if ranks.kind == "mega":
-            layer = ranks.module(S0, ranks.weights(), 1024, takes_table=True)
-            layer.warmup()
-            buckets = layer._backend._mega.buckets
-        return [repr(buckets[choose_bucket(buckets, tokens)]) for tokens in TOKENS]
-
-    if ranks.rank == 1:
-        with busy(ranks.device):
-            mine = [chosen() for _ in range(10)]
-    else:
-        mine = [chosen() for _ in range(10)]
+@on("mega@2")
+def test_A08_a_loaded_rank_tunes_to_the_builds_of_an_idle_one(ranks):
+    layer = ranks.module(S0, ranks.weights(), 64)
+    tuner = mega_tune.Tuner(
+        *(layer.group, S0, layer._backend.held, 64), max_sms=None, timeout_s=TIMEOUT_S
+    )
+    load = busy(ranks.device) if ranks.rank == 1 else nullcontext()
+    with load:
+        mine = [repr(tuner.run().buckets) for _ in range(10)]
     held = [None] * ranks.num_ranks
     dist.all_gather_object(held, mine)
-    assert all(builds == held[0][0] for rank in held for builds in rank)
-    assert len(set(held[0][0])) > 1
+    assert held[0] == held[1]
+
+
+class FakeMega:
+    """A candidate that nobody launches; where `FAILS` holds its knobs it cannot be built."""
+
+    FAILS: list = []
+
+    def __init__(self, *args, knobs, **options) -> None:
+        if knobs in self.FAILS:
+            raise MoEEpConfigError(f"the workspace of {knobs} needs more than is free")
+
+    def kernel_builds(self) -> list[None]:
+        return [None]
+
+    def destroy(self) -> None:
+        pass
+
+
+class NoisyTuner(mega_tune.Tuner):
+    """Times that differ by rank and run by up to a half, as on a machine that is loaded."""
+
+    def _sweep(self, layers, counts, is_skewed):
+        self.measured, generator = counts, torch.Generator()
+        generator.seed()
+        noise = 1 + torch.rand(len(layers), len(counts), generator=generator) / 2
+        self.own = noise.tolist()
+        return self.own
+
+
+@pytest.fixture
+def no_kernels(monkeypatch) -> None:
+    imitate_kernels(monkeypatch)
+
+
+def imitate_kernels(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(mega_tune, "MegaMoE", FakeMega)
+    patch.setattr(mega_tune, "compile_all", lambda builds: 0)
+    patch.setattr(mega_tune.torch.cuda, "get_device_name", lambda device: "none")
+
+
+def noisy_tuner(num_tokens: int = 1024) -> NoisyTuner:
+    group = EpGroup.single("cpu")
+    if dist.is_initialized():
+        group = EpGroup.from_process_group(dist.group.WORLD, "cpu")
+    weights = weights_of(S0, "nvfp4")
+    return NoisyTuner(group, S0, weights, num_tokens, max_sms=None, timeout_s=TIMEOUT_S)
+
+
+def tune_ten_times(rank: int, num_ranks: int, cache: str) -> tuple[list[str], list[str]]:
+    """What each run chose, and what this rank's own times would have chosen."""
+    with pytest.MonkeyPatch.context() as patch:
+        imitate_kernels(patch)
+        patch.setenv(compile_cache.CACHE_DIR_VARIABLE, cache)
+        tuner, chosen, alone = noisy_tuner(), [], []
+        for _ in range(10):
+            tuned = tuner.run()
+            chosen.append(repr(tuned.buckets))
+            alone.append(repr(tune.choose(tuned.knobs, tuned.counts, tuner.own)))
+    return chosen, alone
+
+
+def test_A08_ranks_whose_times_differ_tune_to_the_same_builds(tmp_path):
+    (chosen_0, alone_0), (chosen_1, alone_1) = spawn.run(tune_ten_times, 2, str(tmp_path))
+    assert chosen_0 == chosen_1
+    assert alone_0 != alone_1
+
+
+def fail_a_candidate_on_rank_one(rank: int, num_ranks: int, cache: str) -> tuple[str, bool]:
+    with pytest.MonkeyPatch.context() as patch:
+        imitate_kernels(patch)
+        patch.setenv(compile_cache.CACHE_DIR_VARIABLE, cache)
+        second = tune.candidates("nvfp4", S0, 64, num_ranks)[1]
+        tuner = noisy_tuner(64)
+        if rank == 1:
+            patch.setattr(FakeMega, "FAILS", [second])
+        with pytest.raises(MoEEpConfigError) as error:
+            tuner.run()
+        patch.setattr(FakeMega, "FAILS", [])
+        return str(error.value), len(tuner.run().buckets) > 0
+
+
+def test_A09_a_candidate_that_fails_on_one_rank_raises_on_all_and_the_next_run_works(tmp_path):
+    (text_0, again_0), (text_1, again_1) = spawn.run(fail_a_candidate_on_rank_one, 2, str(tmp_path))
+    assert "needs more than is free" in text_1
+    assert "rank 1" in text_0 and text_1 in text_0
+    assert again_0 and again_1
 
 
 def fail_on_rank_one(rank: int, num_ranks: int, kind: str) -> tuple[str, str]:
@@ -119,6 +199,20 @@ def test_A91_the_build_for_many_tokens_is_the_tables_whatever_was_called_before(
             mean_rows = tokens * S0.top_k / S0.num_experts
             wanted = choose_knobs(name, mean_rows + 1.5 * mean_rows**0.5)
             assert knobs.tile_widths == wanted.tile_widths
+
+
+def test_A91_tuning_measures_up_to_the_capacity_whatever_is_called_first(no_kernels, tmp_path):
+    """As no call tunes, but `warmup`, which knows the capacity alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(compile_cache.CACHE_DIR_VARIABLE, str(tmp_path))
+        tuner = noisy_tuner(1024)
+        tuned = tuner.run()
+    assert {1, 4, 64, 1024} <= set(tuner.measured)
+    assert tuned.buckets[-1].max_tokens == 1024
+    for idx, count in enumerate(tuner.measured):
+        took = [row[idx] for row in tuner.own]
+        chosen = tuned.buckets[choose_bucket(tuned.buckets, count)].knobs
+        assert took[tuned.knobs.index(chosen)] <= (1 + tune.EQUAL_SHARE) * min(took)
 
 
 @on("mega2")

@@ -47,7 +47,7 @@ start = time.monotonic()
 from field_ranks import OneRank, S0
 from layer_cases import make_inputs
 ranks, inputs = OneRank(sys.argv[1], 1), make_inputs(S0, 16, seed=0)
-layer = ranks.layer(S0, ranks.weights(), 32, takes_table=True)
+layer = ranks.layer(S0, ranks.weights())
 outputs = layer([inputs])
 seconds = time.monotonic() - start
 ranks.assert_right(outputs, [inputs], ranks.weights())
