@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
-from test_mega import CAPACITY, ROUTINGS, SHAPE, Layer, deal, tokens, weights_of, with_ids
+from mega_cases import CAPACITY, ROUTINGS, SHAPE, Layer, deal, tokens, weights_of, with_ids
 
 from moe_ep.comm.group import EpGroup
 from moe_ep.inputs import MoEInputs

@@ -14,12 +14,21 @@ import torch
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from layer_cases import joined
-from test_mega import (
+from mega_cases import (
     CAPACITY,
+    DEALS,
     MAX_TERM_ERROR,
+    RANKS,
     ROUTINGS,
     SHAPE,
     Layer,
+    assert_absence_is_named,
+    assert_bad_id_is_masked_and_named,
+    assert_buckets_agree,
+    assert_calls_in_a_row,
+    assert_dealt_out,
+    assert_graph_follows,
+    assert_refusal_is_named,
     assert_same_bits,
     deal,
     part_of,
@@ -28,7 +37,6 @@ from test_mega import (
 )
 
 from moe_ep import MegaConfig, MoEEpLayer
-from moe_ep.comm.errors import MoEEpConfigError, MoEEpTimeoutError
 from moe_ep.comm.transport import to_slots
 from moe_ep.dispatch_plan import DispatchPlan
 from moe_ep.grouped import GroupedExperts
@@ -44,8 +52,6 @@ from moe_ep.reference import (
 from moe_ep.weights import MoEWeights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
-
-RANKS = [1, 2, 4, 8]
 
 
 class TpLayer(Layer):
@@ -151,13 +157,9 @@ def test_every_routing_is_right(num_ranks, routing):
 # ---- the same bits at one number of ranks --------------------------------------------------------
 
 
-@pytest.mark.parametrize("counts", [(0, 61), (61, 0), (1, 60), (0, 0), (1, 1)], ids=str)
+@pytest.mark.parametrize("counts", DEALS, ids=str)
 def test_bits_do_not_depend_on_how_tokens_are_dealt_out(counts):
-    inputs = part_of(tokens(CAPACITY, 6), slice(0, sum(counts)))
-    parts = [part_of(inputs, slice(0, counts[0])), part_of(inputs, slice(counts[0], sum(counts)))]
-    layer = shared_layer(2)
-    assert_same_bits(layer.run_parts(parts), layer.expected(inputs))
-    layer.mega.check()
+    assert_dealt_out(shared_layer(2), counts, shared_layer(2).expected)
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
@@ -171,13 +173,8 @@ def test_a_token_alone_has_the_bits_it_has_in_a_batch(num_ranks):
 
 def test_every_build_of_a_capacity_gives_the_same_bits():
     layer, inputs = TpLayer(2, capacity=400), tokens(400, 8)
-    assert len(layer.mega.buckets) > 2
-    expected = layer.run(inputs)
-    assert_same_bits(expected, layer.expected(inputs))
-    for bucket in layer.mega.buckets:
-        part = part_of(inputs, slice(0, bucket.max_tokens))
-        out = layer.run(part, max_tokens=bucket.max_tokens)
-        assert_same_bits(out, expected[: bucket.max_tokens])
+    assert_same_bits(layer.run(inputs), layer.expected(inputs))
+    assert_buckets_agree(layer)
 
 
 @pytest.mark.parametrize("late_rank", [0, 3])
@@ -188,42 +185,13 @@ def test_bits_hold_when_a_rank_comes_late(late_rank):
 
 
 def test_a_graph_follows_other_routing_and_fewer_tokens():
-    layer, num_ranks = shared_layer(4), 4
-    count = num_ranks * CAPACITY
-    static = MoEInputs(
-        *(t.clone().unflatten(0, (num_ranks, -1)) for t in vars(tokens(count, 10)).values())
-    )
-    out = torch.zeros_like(static.hidden_states)
-    full = torch.full((num_ranks,), CAPACITY, dtype=torch.int32, device="cuda")
-    layer.launch(static, out, num_tokens=full)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        layer.launch(static, out, num_tokens=full)
-    for seed, used in ((11, count), (12, 5), (13, 0), (14, count - 1)):
-        inputs = tokens(count, seed)
-        ids = inputs.topk_ids.clone()
-        ids[used:] = -1
-        static.hidden_states.view(count, -1).copy_(inputs.hidden_states)
-        static.topk_ids.view(count, -1).copy_(ids)
-        static.topk_weights.view(count, -1).copy_(inputs.topk_weights)
-        for _ in range(10):
-            out.fill_(float("nan"))
-            graph.replay()
-        assert_same_bits(out.view(count, -1), layer.expected(with_ids(inputs, ids)))
+    assert_graph_follows(shared_layer(4), shared_layer(4).expected)
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_300_calls_back_to_back_with_changing_tokens_and_routing(num_ranks):
-    layer, inputs = shared_layer(num_ranks), tokens(CAPACITY, 15)
-    expected, outs = layer.run(inputs), []
-    for call in range(300):
-        part = slice(call % 13, (7 * call) % (CAPACITY + 1))
-        outs.append((part, layer.run(part_of(inputs, part))))
-    torch.cuda.synchronize()
-    layer.mega.check()
-    for part, out in outs:
-        assert_same_bits(out, expected[part])
+    layer = shared_layer(num_ranks)
+    assert_calls_in_a_row(layer, 300, layer.expected)
 
 
 # ---- failures, and the layer ---------------------------------------------------------------------
@@ -231,40 +199,16 @@ def test_300_calls_back_to_back_with_changing_tokens_and_routing(num_ranks):
 
 def test_a_rank_that_never_comes_is_named_and_a_refusing_one_too():
     layer, inputs = TpLayer(4, capacity=CAPACITY + 1, timeout_s=0.2), tokens(CAPACITY, 16)
-    x = torch.zeros(4, layer.capacity, SHAPE.hidden, dtype=torch.bfloat16, device="cuda")
-    ids = torch.zeros(4, layer.capacity, SHAPE.top_k, dtype=torch.int32, device="cuda")
-    out = torch.full_like(x, float("nan"))
-    counts = torch.tensor([5, -3, 5, 5], dtype=torch.int32, device="cuda")
-    layer.launch(MoEInputs(x, ids, ids.float()), out, num_tokens=counts)
-    torch.cuda.synchronize()
-    assert out.isnan().all()
-    with pytest.raises(MoEEpConfigError, match=r"rank 1 refused its input \(code 2\)"):
-        layer.mega.check()
+    assert_refusal_is_named(layer)
     assert_same_bits(layer.run(inputs), layer.expected(inputs))
-    layer.run_parts(deal(inputs, 4), late_rank=3, late_s=-1.0)
-    torch.cuda.synchronize()
-    with pytest.raises(MoEEpTimeoutError, match="for rank 3") as error:
-        layer.mega.check()
-    assert error.value.ranks == (3,)
+    assert_absence_is_named(layer, 3, inputs)
     layer.mega.destroy()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_an_id_that_is_no_expert_is_masked_and_named_later(num_ranks):
-    layer, inputs = shared_layer(num_ranks), tokens(CAPACITY, 18)
-    ids = inputs.topk_ids.clone()
-    ids[2, 3] = SHAPE.num_experts
-    bad = with_ids(inputs, ids)
-    if num_ranks == 1:
-        layer.launch(bad, torch.empty_like(inputs.hidden_states))
-    else:
-        layer.run_parts(deal(bad, num_ranks))
-    torch.cuda.synchronize()
-    with pytest.raises(MoEEpConfigError, match=r"topk_ids\[2, 3\] was 13"):
-        layer.mega.check()
-    ids[2, 3] = -1
-    inputs = with_ids(inputs, ids)
-    assert_same_bits(layer.run(inputs), layer.expected(inputs))
+    layer = shared_layer(num_ranks)
+    assert_bad_id_is_masked_and_named(layer, layer.expected)
 
 
 def test_a_layer_of_one_tp_rank_has_the_bits_of_its_fused_kernel():
