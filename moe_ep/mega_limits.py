@@ -45,21 +45,28 @@ def layer_misfit(
     given = knobs if isinstance(knobs, KernelKnobs) else None
     division = {"parallel": parallel, "num_ranks": num_ranks}
     misfit = builds_misfit(shape, weights_format, given, **division)
-    if misfit is None or given is not None:
-        return misfit
+    if misfit is not None and given is None:
+        most = most_hidden(shape, weights_format, **division)
+        if 0 < most < shape.hidden // CHANNEL_MULTIPLE * CHANNEL_MULTIPLE:
+            return (
+                f"hidden is {shape.hidden}; allowed for {num_local_experts} experts of a rank in "
+                f"{weights_format}: at most {most}"
+            )
+    return misfit
+
+
+def most_hidden(shape: MoEShape, weights_format: str, *, parallel: str, num_ranks: int) -> int:
+    """The largest hidden, up to the shape's, for which the table's builds fit; 0 if none does."""
 
     def is_too_wide(num_units: int) -> bool:
         narrower = replace(shape, hidden=CHANNEL_MULTIPLE * num_units)
-        return builds_misfit(narrower, weights_format, None, **division) is not None
+        misfit = builds_misfit(
+            narrower, weights_format, None, parallel=parallel, num_ranks=num_ranks
+        )
+        return misfit is not None
 
     units = range(1, shape.hidden // CHANNEL_MULTIPLE + 1)
-    most = CHANNEL_MULTIPLE * bisect_left(units, True, key=is_too_wide)
-    if 0 < most < shape.hidden // CHANNEL_MULTIPLE * CHANNEL_MULTIPLE:
-        return (
-            f"hidden is {shape.hidden}; allowed for {num_local_experts} experts of a rank in "
-            f"{weights_format}: at most {most}"
-        )
-    return misfit
+    return CHANNEL_MULTIPLE * bisect_left(units, True, key=is_too_wide)
 
 
 def builds_misfit(
