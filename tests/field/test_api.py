@@ -92,7 +92,9 @@ def test_A56_every_size_is_right_or_refused_by_its_name_value_and_multiple(ranks
             shape = MoEShape(num_experts=2, top_k=1, hidden=hidden, intermediate=intermediate)
             multiple = weight_format(name).k_multiple
             if intermediate % multiple:  # these hiddens divide in every format
-                refusal = f"down matrix.*{intermediate} columns; {name} takes multiples of {multiple}"
+                refusal = (
+                    f"down matrix.*{intermediate} columns; {name} takes multiples of {multiple}"
+                )
                 with pytest.raises(MoEEpConfigError, match=refusal):
                     make_weights(shape, name)
                 continue
