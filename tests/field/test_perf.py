@@ -60,7 +60,7 @@ print(json.dumps(seconds))
 def test_A86_a_second_start_compiles_nothing(kind, tmp_path):
     path = os.pathsep.join(folder for folder in sys.path if folder)
     env = os.environ | {"PYTHONPATH": path, "MOE_EP_CACHE_DIR": str(tmp_path)}
-    took = []
+    took, compiled = [], []
     for _ in range(2):
         process = subprocess.run(
             [sys.executable, "-c", FIRST_OUTPUT, kind],
@@ -68,10 +68,13 @@ def test_A86_a_second_start_compiles_nothing(kind, tmp_path):
         )  # fmt: skip
         assert process.returncode == 0, process.stderr[-3000:]
         took.append(json.loads(process.stdout.splitlines()[-1]))
-        held = {file.name: file.stat().st_mtime_ns for file in tmp_path.glob("*.o")}
-        assert held
+        compiled.append({file.name: file.stat().st_mtime_ns for file in tmp_path.glob("*.o")})
     print(f"A86 {kind}: {took}")
-    assert took[1] < 0.25 * took[0], took
+    assert compiled[0]
+    assert compiled[1] == compiled[0]
+    # What is left is CUDA's start, imports and weights: 3.4 s on 16 cores, which compile the split
+    # layer's four kernels side by side in 9 s more.
+    assert took[1] < 0.4 * took[0], took
 
 
 A92_SHAPE = MoEShape(num_experts=32, top_k=8, hidden=7168, intermediate=2048)
