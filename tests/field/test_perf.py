@@ -9,10 +9,12 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from field_ranks import OneRank, on, weights_of
 
-from moe_ep import MoEShape
+from moe_ep import MegaConfig, MoEEpLayer, MoEShape
 from moe_ep.comm.group import EpGroup
+from moe_ep.config import MegaKernelConfig
 from moe_ep.launch.random_layer import random_weights
 from moe_ep.launch.timing import time_call
 from moe_ep.random_inputs import random_inputs
@@ -113,4 +115,31 @@ def test_A92_the_build_that_is_chosen_is_not_slower_than_another_of_the_table(ra
         if chosen > 1.05 * min(took):
             slower[tokens] = chosen, took
     mega.destroy()
+    assert not slower, slower
+
+
+@on("mega@2")
+def test_A92_what_tuning_chose_is_not_slower_than_the_tables_builds(ranks):
+    group = EpGroup.from_process_group(dist.group.WORLD, "cuda")
+    weights = random_weights(A92_SHAPE, "nvfp4", group)
+    table, tuned = (
+        MoEEpLayer(
+            *(A92_SHAPE, weights),
+            max_tokens_per_rank=768,
+            backend=MegaConfig(megakernel=MegaKernelConfig(knobs=knobs)),
+        )
+        for knobs in (None, "auto")
+    )
+    slower = {}
+    for layer in (table, tuned):
+        layer.warmup()
+    for tokens in (16, 640, 768):
+        inputs = random_inputs(A92_SHAPE, tokens, group)
+        took = []
+        for layer in (table, tuned):
+            call = partial(layer, inputs, max_tokens=tokens)
+            took.append(1e6 * float(time_call(call, group, 50, True).median()))
+        print(f"A92 {tokens} tokens a rank: the table's {took[0]:.1f} us, tuned {took[1]:.1f}")
+        if took[1] > 1.05 * took[0]:
+            slower[tokens] = took
     assert not slower, slower
