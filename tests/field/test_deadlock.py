@@ -18,8 +18,10 @@ from field_ranks import (
     TIMEOUT_S,
     TOP_1,
     Virtual,
+    assert_near,
     backend_of,
     device_of,
+    moved,
     on,
     parts_of,
     places,
@@ -27,11 +29,12 @@ from field_ranks import (
 )
 from layer_cases import make_inputs, with_ids
 
-from moe_ep import MoEEpLayer, MoEInputs, MoEShape
+from moe_ep import MoEEpLayer, MoEInputs, MoEShape, SplitConfig
 from moe_ep.comm.errors import MoEEpConfigError, MoEEpError, MoEEpTimeoutError
 from moe_ep.comm.group import EpGroup
+from moe_ep.config import GroupedGemmConfig, NcclEpConfig
 from moe_ep.launch import spawn
-from moe_ep.reference import moe_reference
+from moe_ep.reference import moe_oracle_fp64, moe_reference
 
 TWO_PROCESSES = places(("cpu", 2), ("split", 2), ("mega", 2))
 
@@ -79,6 +82,57 @@ def test_A03_two_layers_of_one_group_interleave(ranks):
         which = order.randrange(2)
         calls[which].launch()
         assert all(map(torch.equal, calls[which].outputs(), expected[which]))
+
+
+NCCL_EP_SHAPE = MoEShape(num_experts=16, top_k=4, hidden=512, intermediate=256)
+
+
+def over_nccl_ep(rank: int, num_ranks: int, seed: int):
+    """A layer; of one rank, which takes no transport, its part over a group of one."""
+    weights = weights_of(NCCL_EP_SHAPE, "nvfp4", seed).shard("ep", rank, num_ranks).to("cuda")
+    comm, kernel = NcclEpConfig(mode="ll"), GroupedGemmConfig()
+    if num_ranks > 1:
+        backend = SplitConfig(comm=comm, kernel=kernel)
+        return MoEEpLayer(NCCL_EP_SHAPE, weights, max_tokens_per_rank=24, backend=backend)
+    from moe_ep.comm.liveness import Liveness
+    from moe_ep.comm.torch_transport import TorchTransport
+    from moe_ep.grouped import GroupedExperts
+    from moe_ep.split_nccl_ep import make_nccl_ep_split
+
+    group, options = EpGroup.default("cuda"), {"layer_id": seed, "timeout_s": TIMEOUT_S}
+    liveness = Liveness(group, seed, TIMEOUT_S)
+    control = TorchTransport(
+        *(group, liveness), hidden=NCCL_EP_SHAPE.hidden, top_k=4, owner_E=None, **options
+    )
+    experts = GroupedExperts(NCCL_EP_SHAPE, weights, kernel.knobs)
+    backend = make_nccl_ep_split(
+        *(comm, experts, NCCL_EP_SHAPE, weights, group, 24, control, liveness, TIMEOUT_S)
+    )
+    return lambda inputs: backend.forward(inputs, 24)
+
+
+def interleave_over_nccl_ep(rank: int, num_ranks: int) -> None:
+    seeds = (1, 2)  # as many tokens
+    layers = [over_nccl_ep(rank, num_ranks, seed) for seed in seeds]
+    held = [make_inputs(NCCL_EP_SHAPE, seed, seed=10 * seed + rank) for seed in seeds]
+    inputs = [moved(part, "cuda") for part in held]
+    expected = [layer(part) for layer, part in zip(layers, inputs, strict=True)]
+    for seed, part, output in zip(seeds, held, expected, strict=True):
+        weights = weights_of(NCCL_EP_SHAPE, "nvfp4", seed)
+        assert_near(output.cpu(), moe_oracle_fp64(part, weights, NCCL_EP_SHAPE))
+    order = random.Random(0)
+    for _ in range(200):
+        which = order.randrange(2)
+        assert torch.equal(layers[which](inputs[which]), expected[which])
+
+
+@pytest.mark.parametrize("num_ranks", [
+    pytest.param(1, marks=pytest.mark.gpu, id="split1"),
+    pytest.param(2, marks=pytest.mark.gpus(2), id="split@2"),
+])  # fmt: skip
+def test_A03_two_layers_over_nccl_ep_interleave(num_ranks):
+    pytest.importorskip("nccl.ep", reason="needs nccl-extensions")
+    spawn.run(interleave_over_nccl_ep, num_ranks, device="cuda")
 
 
 @contextmanager
