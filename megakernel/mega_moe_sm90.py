@@ -14,11 +14,11 @@ tokens    1           producer   record full, tokens_arrived or     ring full, r
                                  fc1_done, ring empty
 dispatch  2           producer   arrived (peers), src_meta,         src_meta, tokens_arrived,
                                  bulk copies                        lent stages empty, NAME_BROUGHT
--         3           producer
+spare     3           producer   (before they part: FC1's first weights into L2)
 math      4 a group   math       of few tokens or the first rows:   tokens_arrived, src_meta;
-                                 arrived (peers), src_meta;         ring empty, record empty,
-                                 ring full, record full;            fc1_done; finished, drained
-                                 at the end finished, drained
+                                 arrived (peers), src_meta;         ring full (`first_stages`);
+                                 ring full, record full;            ring empty, record empty,
+                                 at the end finished, drained       fc1_done; finished, drained
 
 All warps stage, wait and scan before they part: every CTA then knows rows, place and tiles of each
 expert, so that each finds the items by itself.
