@@ -14,6 +14,15 @@ ACTIVATIONS = ("bf16", "fp8", "nvfp4")
 NCCL_EP_LAYOUTS = {"ll": ("rank_major", "expert_major"), "ht": ("flat", "expert_major")}
 
 
+def __getattr__(name: str) -> object:
+    """`KernelKnobs`, which a configuration takes; it loads torch, so on first use."""
+    if name != "KernelKnobs":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from moe_ep.megakernel.knobs import KernelKnobs
+
+    return KernelKnobs
+
+
 def _check_activations(activations: str) -> None:
     if activations not in ACTIVATIONS:
         raise MoEEpConfigError(

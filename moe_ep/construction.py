@@ -4,6 +4,7 @@ import socket
 
 import torch
 
+from moe_ep.arguments import check_device
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.comm.group import EpGroup
 from moe_ep.comm.liveness import Liveness
@@ -21,9 +22,9 @@ def resolve_group(
     group: EpGroup | torch.distributed.ProcessGroup | None, device: torch.device | str
 ) -> EpGroup:
     if group is None:
-        return EpGroup.default(device)
+        return EpGroup.default(check_device(device))
     if not isinstance(group, EpGroup):
-        return EpGroup.from_process_group(group, device)
+        return EpGroup.from_process_group(group, check_device(device))
     if group.is_virtual:
         raise MoEEpConfigError(
             f"group is virtual: its {group.num_ranks} ranks share one launch, a layer is one rank; "
@@ -38,8 +39,9 @@ def check_arguments(
     max_tokens_per_rank: int,
     group: EpGroup,
     expert_map: ExpertMap | None,
+    device: torch.device | str | None = None,
 ) -> None:
-    """What one rank can see by itself."""
+    """What one rank can see by itself. `device`: as asked for, None where it was left open."""
     if not isinstance(shape, MoEShape):
         raise MoEEpConfigError(f"shape must be a MoEShape, got {shape!r}")
     if not isinstance(weights, MoEWeights):
@@ -48,6 +50,12 @@ def check_arguments(
         raise MoEEpConfigError(f"max_tokens_per_rank must be an int, got {max_tokens_per_rank!r}")
     if max_tokens_per_rank < 1:
         raise MoEEpConfigError(f"max_tokens_per_rank must be at least 1, got {max_tokens_per_rank}")
+    if device is not None:
+        asked = check_device(device)
+        if asked.type != group.device.type or asked.index not in (None, group.device.index):
+            raise MoEEpConfigError(
+                f"device is {asked}; allowed: {group.device}, the group's, or None"
+            )
     if expert_map is not None and weights.parallel != "ep":
         raise MoEEpConfigError(
             "expert_map needs parallel 'ep': under tp all ranks hold all experts"

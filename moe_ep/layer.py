@@ -47,7 +47,7 @@ class MoEEpLayer(torch.nn.Module):
     backend              "auto" (the first that can run), `MegaConfig` or `SplitConfig`
     group                `EpGroup` or any ProcessGroup; default: all ranks of the job, or this
                          process alone where torch.distributed is not initialised
-    device               default: where the weights are
+    device               default: where the weights are; with an `EpGroup`, none but its own
     expert_map           which expert each slot holds (`moe_ep.placement`); `weights` are then those
                          of the slots. Default: every expert once, in order
     timeout_s            seconds that a call waits for the other ranks
@@ -71,13 +71,16 @@ class MoEEpLayer(torch.nn.Module):
         super().__init__()
         if not isinstance(timeout_s, int | float) or not timeout_s > 0:
             raise MoEEpConfigError(f"timeout_s must be a positive number, got {timeout_s!r}")
+        asked_device = device
         if device is None:
             device = weights.device if isinstance(weights, MoEWeights) else "cpu"
         self._group = resolve_group(group, device)
         apart = why_apart(self._group, timeout_s)
         fields = refusal = None
         try:
-            check_arguments(shape, weights, max_tokens_per_rank, self._group, expert_map)
+            check_arguments(
+                shape, weights, max_tokens_per_rank, self._group, expert_map, asked_device
+            )
             slots = slots_shape(shape, expert_map)
             choice = choose_backend(
                 slots,

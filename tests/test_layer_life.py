@@ -15,6 +15,7 @@ from moe_ep.comm.errors import MoEEpConfigError, MoEEpStateError, MoEEpUnavailab
 from moe_ep.comm.group import EpGroup
 from moe_ep.config import GroupedGemmConfig, NcclEpConfig
 from moe_ep.launch import spawn
+from moe_ep.megakernel.knobs import KNOB_TABLE
 from moe_ep.reference import moe_reference
 
 SHAPE = MoEShape(num_experts=8, top_k=2, hidden=128, intermediate=128)
@@ -255,6 +256,25 @@ def test_a_time_out_must_be_positive(timeout_s):
 def test_weights_elsewhere_than_the_layer_are_refused():
     with pytest.raises(MoEEpConfigError, match="weights are on meta, the layer on cpu"):
         make_layer(weights=make_weights(SHAPE).to("meta"), device="cpu")
+
+
+@pytest.mark.parametrize("group", [None, EpGroup.single("cpu")], ids=["no group", "group"])
+@pytest.mark.parametrize("device", ["abacus", 3.5, torch.float32])
+def test_a_device_that_does_not_exist_is_refused_with_any_group(device, group):
+    with pytest.raises(MoEEpConfigError, match=f"device {device!r} cannot be used"):
+        make_layer(device=device, group=group)
+
+
+def test_a_device_other_than_the_groups_is_refused():
+    with pytest.raises(MoEEpConfigError, match="device is meta; allowed: cpu, the group's"):
+        make_layer(device="meta", group=EpGroup.single("cpu"))
+    make_layer(device="cpu", group=EpGroup.single("cpu")).destroy()
+
+
+def test_what_goes_into_a_configuration_comes_from_config():
+    assert moe_ep.config.KernelKnobs is KNOB_TABLE[0].knobs.__class__
+    with pytest.raises(ImportError, match="Nobs"):
+        from moe_ep.config import Nobs  # noqa: F401
 
 
 def build_in_pairs(rank: int, num_ranks: int) -> dict:
