@@ -9,8 +9,11 @@ version of moe-ep and those numbers.
 import argparse
 import dataclasses
 import itertools
+import tempfile
 import time
+from collections.abc import Iterable
 
+from moe_ep.arguments import check_int
 from moe_ep.comm.errors import MoEEpConfigError, MoEEpUnavailableError
 from moe_ep.config import GroupedGemmConfig
 from moe_ep.grouped_limits import layer_misfit
@@ -151,14 +154,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, help="compiler processes (default: one per core)")
 
 
+def check_can_keep(symbols: Iterable[str]) -> None:
+    """Raise `MoEEpConfigError` where a kernel is missing in a cache that cannot be written.
+
+    A job then compiles into a folder of its own, which ends with it: no use to this command.
+    """
+    directory = cache_dir()
+    if all((directory / f"{symbol}.o").exists() for symbol in symbols):
+        return
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise MoEEpConfigError(
+            f"the kernel cache {directory} cannot be written ({error}); allowed: a writable folder "
+            f"in {CACHE_DIR_VARIABLE}"
+        ) from error
+
+
 def run(args: argparse.Namespace) -> int:
     counts = [("--ranks", num_ranks) for num_ranks in args.ranks]
     counts.append(("--max-tokens-per-rank", args.max_tokens_per_rank))
     if args.jobs is not None:
         counts.append(("--jobs", args.jobs))
     for option, count in counts:
-        if count < 1:
-            raise MoEEpConfigError(f"{option} must be at least 1, got {count}")
+        check_int(option, count, 1)
     builds = {}
     for name, weights_format, num_ranks in itertools.product(
         args.geometry, args.formats, args.ranks
@@ -178,6 +199,7 @@ def run(args: argparse.Namespace) -> int:
             tokens = args.max_tokens_per_rank
             layer += mega_builds(shape, weights_format, max_tokens_per_rank=tokens, **division)
         builds |= {build.symbol: build for build in layer}
+    check_can_keep(builds)
     start = time.monotonic()
     num_compiled = compile_all(list(builds.values()), num_processes=args.jobs)
     print(

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.comm.group import EpGroup
 from moe_ep.launch import compile as compile_command
 from moe_ep.launch.cli import main
@@ -179,3 +180,30 @@ def test_an_intermediate_that_does_not_divide_is_refused(backend, capsys):
 def test_a_count_below_one_is_refused_before_anything_is_compiled(option, count, capsys):
     assert main(["compile", "--geometry", "tiny", option, count]) == 2
     assert f"{option} must be at least 1, got {count}" in capsys.readouterr().err
+
+
+def test_a_cache_that_would_keep_nothing_is_refused_before_anything_is_compiled(
+    monkeypatch, capsys, tmp_path
+):
+    needs_dsl()
+    blocked = tmp_path / "file"
+    blocked.touch()
+    monkeypatch.setenv("MOE_EP_CACHE_DIR", str(blocked / "cache"))
+    monkeypatch.setattr(compile_command, "compile_all", lambda *_, **__: pytest.fail("compiled"))
+    assert main(["compile", "--geometry", "tiny", "--backend", "split"]) == 2
+    said = capsys.readouterr().err
+    assert f"the kernel cache {blocked / 'cache'} cannot be written" in said
+    assert "MOE_EP_CACHE_DIR" in said
+
+
+def test_a_full_cache_need_not_be_writable(monkeypatch, tmp_path):
+    monkeypatch.setenv("MOE_EP_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile_command.tempfile, "TemporaryFile", read_only)
+    (tmp_path / "fc1_0.o").touch()
+    compile_command.check_can_keep(["fc1_0"])
+    with pytest.raises(MoEEpConfigError, match="cannot be written"):
+        compile_command.check_can_keep(["fc1_0", "fc2_0"])
+
+
+def read_only(**_: object) -> None:
+    raise OSError("Read-only file system")
