@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from moe_ep import reference
+from moe_ep.arguments import check_int
 from moe_ep.backends import supports
 from moe_ep.comm.errors import MoEEpConfigError, MoEEpStateError, MoEEpUnavailableError
 from moe_ep.comm.group import EpGroup
@@ -81,12 +82,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plot", type=output_file, metavar="PATH", help="draw them (needs matplotlib)"
     )
-    parser.add_argument(
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
         "--comm",
         action="store_true",
         help="instead: the transports alone, tokens out and terms back",
     )
-    parser.add_argument(
+    instead.add_argument(
         "--cpu-ratio",
         action="store_true",
         help="instead: the CPU layer's time over that of its FP32 matmuls alone",
@@ -99,11 +101,13 @@ def run(args: argparse.Namespace) -> int:
         from moe_ep.launch import cpu_ratio
 
         return cpu_ratio.run()
-    if min(args.tokens) < 1 or args.iterations < 1 or args.ranks < 1:
-        raise MoEEpConfigError(
-            f"--tokens {args.tokens}, --iterations {args.iterations} and --ranks {args.ranks} must "
-            "be at least 1"
-        )
+    for option, counts in (
+        ("--tokens", args.tokens),
+        ("--iterations", [args.iterations]),
+        ("--ranks", [args.ranks]),
+    ):
+        for count in counts:
+            check_int(option, count, 1)
     if args.ranks > 1 and not torchrun.is_worker():
         return torchrun.start(args, args.ranks)
     if args.comm:

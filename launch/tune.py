@@ -11,6 +11,7 @@ import json
 from rich.console import Console
 from rich.table import Table
 
+from moe_ep.arguments import check_int
 from moe_ep.backends import supports
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.comm.group import EpGroup
@@ -40,11 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.max_tokens_per_rank < 1 or args.ranks < 1:
-        raise MoEEpConfigError(
-            f"--max-tokens-per-rank {args.max_tokens_per_rank} and --ranks {args.ranks} must be at "
-            "least 1"
-        )
+    check_int("--max-tokens-per-rank", args.max_tokens_per_rank, 1)
+    check_int("--ranks", args.ranks, 1)
     if args.ranks > 1 and not torchrun.is_worker():
         return torchrun.start(args, args.ranks)
     with bootstrap.session() as group:

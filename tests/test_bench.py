@@ -262,7 +262,9 @@ def test_a_refusal_is_told_alone_and_else_the_traceback_of_the_first_rank_that_f
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--ranks", "0"], "--ranks 0 must be at least 1"),
+        (["--ranks", "0"], "bench: --ranks must be at least 1, got 0"),
+        (["--tokens", "8", "-3"], "bench: --tokens must be at least 1, got -3"),
+        (["--iterations", "0"], "bench: --iterations must be at least 1, got 0"),
         (["--stages"], "--stages needs a CUDA device"),
         (["--graph"], "--graph needs a CUDA device"),
     ],
@@ -271,6 +273,18 @@ def test_a_refusal_is_told_alone_and_else_the_traceback_of_the_first_rank_that_f
 def test_options_that_ask_for_what_is_not_there_are_refused(words, said, caplog, capsys):
     assert cli.main(["bench", "--iterations", "1", *words]) != 0
     assert said in caplog.text + capsys.readouterr().err
+
+
+def test_two_measurements_instead_of_the_layers_are_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["bench", "--comm", "--cpu-ratio"])
+    assert "--cpu-ratio: not allowed with argument --comm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--ranks", "--max-tokens-per-rank"])
+def test_tune_names_the_count_that_is_below_one(option, capsys):
+    assert cli.main(["tune", "--geometry", "tiny", option, "0"]) == 2
+    assert f"moe-ep tune: {option} must be at least 1, got 0\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["bench", "tune", "demo"])
