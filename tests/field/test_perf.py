@@ -74,9 +74,9 @@ def test_A86_a_second_start_compiles_nothing(kind, tmp_path):
     print(f"A86 {kind}: {took}")
     assert compiled[0]
     assert compiled[1] == compiled[0]
-    # What is left is CUDA's start, imports and weights: 3.4 s on 16 cores, which compile the split
-    # layer's four kernels side by side in 9 s more.
-    assert took[1] < 0.4 * took[0], took
+    # What is left is imports, CUDA's start and weights: 3.4 s. Split's small kernels compile in 9 s
+    # side by side on 16 cores.
+    assert took[1] < {"mega": 0.25, "split": 0.4}[kind] * took[0], took
 
 
 A92_SHAPE = MoEShape(num_experts=32, top_k=8, hidden=7168, intermediate=2048)
