@@ -3,7 +3,9 @@
 No kernel, no tensor and no GPU stands behind these records; every other module reads them.
 """
 
+import math
 from dataclasses import dataclass
+from numbers import Real
 
 from moe_ep.comm.errors import MoEEpConfigError
 
@@ -36,7 +38,8 @@ class Activation:
     situ          a tanh(g'/a) sigmoid(g') * (b tanh(u'/b) if b > 0 else u'); defaults a = 4, b = 25
     relu2         max(u, 0)^2, not gated: w13 holds the up rows alone
 
-    Raises `MoEEpConfigError` for an unknown kind and for parameters that the kind does not take.
+    Raises `MoEEpConfigError` for an unknown kind, for parameters that the kind does not take and
+    for those that are no finite numbers.
     """
 
     kind: str = "swiglu"
@@ -50,6 +53,13 @@ class Activation:
                 f"activation kind {self.kind!r} is not known; "
                 f"allowed: {', '.join(ACTIVATION_KINDS)}"
             )
+        for name in ("alpha", "beta", "limit"):
+            value = getattr(self, name)
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            if value is not None and not (is_number and math.isfinite(value)):
+                raise MoEEpConfigError(
+                    f"activation {name} is {value!r}; allowed: a finite number, or None"
+                )
         default_alpha, default_beta = (4.0, 25.0) if self.kind == "situ" else (1.0, 0.0)
         alpha = default_alpha if self.alpha is None else float(self.alpha)
         beta = default_beta if self.beta is None else float(self.beta)

@@ -104,6 +104,13 @@ def test_situ_becomes_swiglu_as_its_caps_grow():
     assert relative_error(wide, activate(fc1, Activation("swiglu"))) < 1e-6
 
 
+@pytest.mark.parametrize("name", ["alpha", "beta", "limit"])
+@pytest.mark.parametrize("value", ["a", math.nan, math.inf, True, [1.0]])
+def test_activation_parameters_are_finite_numbers(name, value):
+    with pytest.raises(MoEEpConfigError, match=f"{name} is .*; allowed: a finite number"):
+        Activation("swiglu", **{name: value})
+
+
 @pytest.mark.parametrize("name", [name for name in ACTIVATIONS if name != "relu2"])
 @pytest.mark.parametrize("column", [0, 1], ids=["gate", "up"])
 def test_nan_passes_every_clamp(name, column):
