@@ -33,10 +33,13 @@ FC2 = replace(FC1, name="fc2", num_cols=2048, num_channels=7168, activation=None
 
 
 def wgmma_loops(sass: Sass) -> list[tuple[str, ...]]:
-    """K loops: the innermost ones that hold WGMMA, one for each token tile width."""
+    """K loops: the innermost ones that hold WGMMA, one for each token tile width.
+
+    They differ by 6 %; the shortest way back of the loop over items is 39 % longer than they are.
+    """
     loops = [loop for loop in sass.loops if any(op.startswith("HGMMA") for op in loop)]
     shortest = min(map(len, loops))
-    return [loop for loop in loops if len(loop) < 1.5 * shortest]
+    return [loop for loop in loops if len(loop) < 1.3 * shortest]
 
 
 def is_serialised(loop: tuple[str, ...]) -> bool:
