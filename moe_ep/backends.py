@@ -85,15 +85,14 @@ def supports(
     if max_tokens_per_rank is not None:
         check_int("max_tokens_per_rank", max_tokens_per_rank, 1)
     backend = check_backend(backend)
-    division = {"parallel": parallel, "num_ranks": num_ranks}
+    limits = {
+        "parallel": parallel,
+        "num_ranks": num_ranks,
+        "max_tokens_per_rank": max_tokens_per_rank,
+    }
     if backend == "auto":
         try:
-            choice = choose_backend(
-                *(shape, weights_format, "auto", device),
-                apart=apart,
-                max_tokens_per_rank=max_tokens_per_rank,
-                **division,
-            )
+            choice = choose_backend(shape, weights_format, "auto", device, apart=apart, **limits)
         except MoEEpUnavailableError as error:
             return Support(False, str(error))
         return Support(True, f"{describe(choice.backend)}: {choice.considered[-1][1].reason}")
@@ -104,13 +103,11 @@ def supports(
     if misfit is not None:
         return Support(False, misfit)
     if isinstance(backend, MegaConfig):
-        return _supports_mega(shape, weights_format, backend, device, apart=apart, **division)
+        return _supports_mega(shape, weights_format, backend, device, apart=apart, **limits)
     if isinstance(backend.comm, NcclEpConfig):
-        return _supports_nccl_ep(
-            *(shape, weights_format, backend, device, max_tokens_per_rank), **division
-        )
+        return _supports_nccl_ep(shape, weights_format, backend, device, **limits)
     if isinstance(backend.kernel, GroupedGemmConfig):
-        return _supports_grouped(shape, weights_format, backend.kernel, device, **division)
+        return _supports_grouped(shape, weights_format, backend.kernel, device, **limits)
     return _supports_torch(device)
 
 
@@ -181,6 +178,7 @@ def _supports_mega(
     *,
     parallel: str,
     num_ranks: int,
+    max_tokens_per_rank: int | None,
     apart: str | None,
 ) -> Support:
     if device.type != "cuda":
@@ -191,7 +189,12 @@ def _supports_mega(
     from moe_ep.mega_limits import layer_misfit
 
     misfit = device_misfit(device, "MegaConfig") or layer_misfit(
-        shape, weights_format, config, parallel=parallel, num_ranks=num_ranks
+        shape,
+        weights_format,
+        config,
+        parallel=parallel,
+        num_ranks=num_ranks,
+        max_tokens_per_rank=max_tokens_per_rank,
     )
     if misfit is not None:
         return Support(False, misfit)
@@ -203,10 +206,10 @@ def _supports_nccl_ep(
     weights_format: str,
     backend: SplitConfig,
     device: torch.device,
-    max_tokens: int | None,
     *,
     parallel: str,
     num_ranks: int,
+    max_tokens_per_rank: int | None,
 ) -> Support:
     comm = backend.comm
     if device.type != "cuda":
@@ -225,9 +228,11 @@ def _supports_nccl_ep(
         num_experts=shape.num_experts,
         num_ranks=num_ranks,
     )
-    if max_tokens is not None:
+    if max_tokens_per_rank is not None:
         rows = shape.top_k if comm.exact_combine else 1
-        misfit = misfit or capacity_misfit(*kind, max_tokens_per_rank=max_tokens, top_k=rows)
+        misfit = misfit or capacity_misfit(
+            *kind, max_tokens_per_rank=max_tokens_per_rank, top_k=rows
+        )
     misfit = misfit or library_misfit()
     if misfit is not None:
         return Support(False, misfit)
@@ -236,6 +241,7 @@ def _supports_nccl_ep(
             *(shape, weights_format, backend.kernel, device),
             parallel=parallel,
             num_ranks=num_ranks,
+            max_tokens_per_rank=None,  # NCCL-EP's own limit holds
         )
         if not answer.ok:
             return answer
@@ -250,11 +256,17 @@ def _supports_grouped(
     *,
     parallel: str,
     num_ranks: int,
+    max_tokens_per_rank: int | None,
 ) -> Support:
     from moe_ep.grouped_limits import device_misfit, layer_misfit
 
     misfit = device_misfit(device) or layer_misfit(
-        shape, weights_format, kernel, parallel=parallel, num_ranks=num_ranks
+        shape,
+        weights_format,
+        kernel,
+        parallel=parallel,
+        num_ranks=num_ranks,
+        max_tokens_per_rank=max_tokens_per_rank,
     )
     if misfit is not None:
         return Support(False, misfit)

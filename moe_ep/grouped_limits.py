@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import torch
 
 from moe_ep.config import GroupedGemmConfig
+from moe_ep.grouped_memory import capacity_misfit
 from moe_ep.megakernel.grouped_gemm import CHANNEL_MULTIPLE
 from moe_ep.megakernel.knobs import (
     KNOB_TABLE,
@@ -44,6 +45,7 @@ def layer_misfit(
     *,
     parallel: str,
     num_ranks: int,
+    max_tokens_per_rank: int | None = None,
 ) -> str | None:
     """Why the kernel cannot run the layer, on whatever device."""
     if kernel.activations != "bf16":
@@ -62,6 +64,8 @@ def layer_misfit(
     most = max_local_experts(weights_format, kernel.knobs)
     if num_local_experts > most:
         return f"a rank holds {num_local_experts} experts; allowed: at most {most}"
+    if max_tokens_per_rank is not None and num_ranks == 1:
+        return capacity_misfit(shape, max_tokens_per_rank)
     return None
 
 

@@ -37,12 +37,8 @@ def workspace_regions(
 
     Raises `MoEEpConfigError` for more tokens than the kernels can number.
     """
-    limit = max_capacity(shape)
-    if max_tokens > limit:
-        raise MoEEpConfigError(
-            f"max_tokens_per_rank is {max_tokens}; allowed for GroupedGemmConfig at top_k "
-            f"{shape.top_k} and hidden {shape.hidden}: at most {limit}"
-        )
+    if misfit := capacity_misfit(shape, max_tokens):
+        raise MoEEpConfigError(misfit)
     rows = max_tokens * shape.top_k
     sizes = (
         ("counts", "int32", (num_local_experts,)),
@@ -76,6 +72,17 @@ def prepared_bytes(
 def max_capacity(shape: MoEShape) -> int:
     """Most tokens of one call that the kernels can number."""
     return MAX_NUMBERED // max(shape.top_k, shape.hidden // VECTOR_ELEMENTS)
+
+
+def capacity_misfit(shape: MoEShape, max_tokens: int) -> str | None:
+    """Why a one-rank layer cannot hold so many tokens, or None."""
+    limit = max_capacity(shape)
+    if max_tokens <= limit:
+        return None
+    return (
+        f"max_tokens_per_rank is {max_tokens}; allowed for GroupedGemmConfig at top_k "
+        f"{shape.top_k} and hidden {shape.hidden}: at most {limit}"
+    )
 
 
 def workspace_bytes(regions: tuple[Region, ...]) -> int:

@@ -24,7 +24,13 @@ PENDING: str | None = None
 
 
 def layer_misfit(
-    shape: MoEShape, weights_format: str, config: MegaConfig, *, parallel: str, num_ranks: int
+    shape: MoEShape,
+    weights_format: str,
+    config: MegaConfig,
+    *,
+    parallel: str,
+    num_ranks: int,
+    max_tokens_per_rank: int | None = None,
 ) -> str | None:
     """Why the kernel cannot run the layer, on whatever device."""
     kernel = config.megakernel
@@ -52,6 +58,12 @@ def layer_misfit(
                 f"hidden is {shape.hidden}; allowed for {num_local_experts} experts of a rank in "
                 f"{weights_format}: at most {most}"
             )
+    if misfit is None and max_tokens_per_rank is not None:
+        buckets = make_buckets(weights_format, shape, max_tokens_per_rank, num_ranks, parallel)
+        try:
+            make_layout(shape, num_ranks, max_tokens_per_rank, buckets, parallel)
+        except MoEEpConfigError as error:
+            return str(error)
     return misfit
 
 

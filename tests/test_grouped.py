@@ -1,6 +1,7 @@
 """The layer around the grouped GEMM kernel, with plain torch in the kernels' place."""
 
 import gc
+import re
 import weakref
 
 import pytest
@@ -14,6 +15,7 @@ from grouped_fakes import FakeStream, use_fakes
 from moe_ep import MoEEpLayer, MoEInputs, MoEShape, MoEWeights, SplitConfig
 from moe_ep.comm.errors import MoEEpConfigError, MoEEpStateError
 from moe_ep.config import GroupedGemmConfig
+from moe_ep.grouped_limits import layer_misfit
 from moe_ep.grouped_memory import max_capacity, prepared_bytes, workspace_regions
 from moe_ep.launch import spawn
 from moe_ep.megakernel.formats import prepare
@@ -320,5 +322,10 @@ def test_capacity_ends_where_slots_or_vectors_have_no_number(top_k, hidden):
     # Slots, and 16-byte vectors of the output, in int32.
     assert most * max(top_k, hidden // 8) < 2**31 <= (most + 4096) * max(top_k, hidden // 8)
     workspace_regions(shape, 16, most)
-    with pytest.raises(MoEEpConfigError, match=f"max_tokens_per_rank is {most + 1}.*most {most}"):
+    message = f"max_tokens_per_rank is {most + 1}.*most {most}"
+    with pytest.raises(MoEEpConfigError, match=message):
         workspace_regions(shape, 16, most + 1)
+    options = {"parallel": "ep", "num_ranks": 1}
+    asked = (shape, "bf16", GroupedGemmConfig())
+    assert layer_misfit(*asked, max_tokens_per_rank=most, **options) is None
+    assert re.search(message, layer_misfit(*asked, max_tokens_per_rank=most + 1, **options))

@@ -195,6 +195,25 @@ def test_builds_for_tp_fit_and_round_nothing_before_the_owner(num_ranks):
         assert spec.fc2.is_fp32 and not spec.fc1.is_fp32
 
 
+@pytest.mark.parametrize(
+    "division, most, said",
+    [
+        ({"num_ranks": 1}, (2**31 - 1) // 8, "num_ranks * max_tokens_per_rank * top_k"),
+        ({"num_ranks": 8}, (2**31 - 1) // 64, "num_ranks * max_tokens_per_rank * top_k"),
+        (
+            {"num_ranks": 8, "parallel": "tp"},
+            2**32 // (8 * 7168),
+            "num_ranks * max_tokens_per_rank * hidden",
+        ),
+    ],
+)
+def test_the_capacity_ends_where_rows_or_parts_have_no_number(monkeypatch, division, most, said):
+    monkeypatch.setattr(mega_limits, "find_spec", lambda name: name)
+    shape = make_shape(num_experts=64)
+    assert reason(shape, max_tokens_per_rank=most, **division) is None
+    assert said in reason(shape, max_tokens_per_rank=most + 1, **division)
+
+
 def test_each_limit_is_named_at_one_past_it():
     assert reason(make_shape(num_experts=MAX_LOCAL_EXPERTS)) is None
     assert "at most 384" in reason(make_shape(num_experts=MAX_LOCAL_EXPERTS + 1))
