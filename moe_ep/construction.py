@@ -4,7 +4,7 @@ import socket
 
 import torch
 
-from moe_ep.arguments import check_device
+from moe_ep.arguments import check_device, check_kind
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.comm.group import EpGroup
 from moe_ep.comm.liveness import Liveness
@@ -31,6 +31,13 @@ def resolve_group(
             "allowed: EpGroup.single, EpGroup.from_process_group or a ProcessGroup"
         )
     return group
+
+
+def check_timeout(timeout_s: float) -> None:
+    """Seconds that the process group, threads and the GPU's clock of nanoseconds can all count."""
+    check_kind("timeout_s", timeout_s, (int, float), "a number")
+    if not 1e-3 <= timeout_s <= 1e6:
+        raise MoEEpConfigError(f"timeout_s must be from 0.001 to 1e6 seconds, got {timeout_s!r}")
 
 
 def check_arguments(

@@ -20,6 +20,7 @@ from moe_ep.comm.liveness import Liveness
 from moe_ep.config import Backend
 from moe_ep.construction import (
     check_arguments,
+    check_timeout,
     make_backend,
     make_experts,
     resolve_group,
@@ -50,7 +51,7 @@ class MoEEpLayer(torch.nn.Module):
     device               default: where the weights are; with an `EpGroup`, none but its own
     expert_map           which expert each slot holds (`moe_ep.placement`); `weights` are then those
                          of the slots. Default: every expert once, in order
-    timeout_s            seconds that a call waits for the other ranks
+    timeout_s            seconds that a call waits for the other ranks, 0.001 to 1e6
 
     Raises `MoEEpConfigError` for arguments, `MoEEpUnavailableError` for a backend that cannot run
     here, `MoEEpTimeoutError` naming ranks that did not come.
@@ -69,8 +70,7 @@ class MoEEpLayer(torch.nn.Module):
         timeout_s: float = 60.0,
     ) -> None:
         super().__init__()
-        if not isinstance(timeout_s, int | float) or not timeout_s > 0:
-            raise MoEEpConfigError(f"timeout_s must be a positive number, got {timeout_s!r}")
+        check_timeout(timeout_s)
         asked_device = device
         if device is None:
             device = weights.device if isinstance(weights, MoEWeights) else "cpu"
