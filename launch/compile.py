@@ -22,7 +22,7 @@ from moe_ep.launch.random_layer import shard_shape
 from moe_ep.megakernel.compile_cache import CACHE_DIR_VARIABLE, KernelBuild, cache_dir, compile_all
 from moe_ep.megakernel.grouped_gemm import GemmSpec
 from moe_ep.megakernel.knobs import KNOB_TABLE
-from moe_ep.megakernel.mega_moe import fit_spec, make_buckets, make_layout
+from moe_ep.megakernel.mega_spec import fit_spec, make_buckets, make_layout
 from moe_ep.megakernel.problem import (
     NAMED_ACTIVATIONS,
     PARALLEL_MODES,

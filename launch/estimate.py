@@ -18,7 +18,7 @@ from moe_ep.config import GroupedGemmConfig
 from moe_ep.grouped_limits import layer_misfit
 from moe_ep.grouped_memory import prepared_bytes, workspace_regions
 from moe_ep.launch.geometries import GEOMETRIES, geometry
-from moe_ep.megakernel.mega_moe import make_buckets, make_layout
+from moe_ep.megakernel.mega_spec import make_buckets, make_layout
 from moe_ep.megakernel.problem import WEIGHT_FORMATS, MoEShape, owned_experts, weight_format
 from moe_ep.megakernel.workspace import aligned_bytes
 

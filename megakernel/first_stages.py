@@ -18,7 +18,7 @@ from moe_ep.megakernel.dispatch import Dispatch
 from moe_ep.megakernel.item_list import FIRST_ROW, GEMM, NUM_ROWS, NUM_SLICES
 from moe_ep.megakernel.item_ring import EXPERT
 from moe_ep.megakernel.mainloop_sm90 import BOX_COLS
-from moe_ep.megakernel.mega_moe import MegaSpec
+from moe_ep.megakernel.mega_spec import MegaSpec
 from moe_ep.megakernel.protocol import WARP_SIZE
 from moe_ep.megakernel.rank_view import RankInputs, RankView, Threads
 

@@ -11,7 +11,7 @@ from cutlass import Int32, cute
 
 from moe_ep.megakernel import schedule
 from moe_ep.megakernel.item_ring import EXPERT
-from moe_ep.megakernel.mega_moe import MegaSpec
+from moe_ep.megakernel.mega_spec import MegaSpec
 from moe_ep.megakernel.protocol import WARP_SIZE
 
 # Words of an item record behind the expert. GEMM: 0 = FC1, 1 = FC2.

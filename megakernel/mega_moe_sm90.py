@@ -73,7 +73,7 @@ from moe_ep.megakernel.item_ring import (
 )
 from moe_ep.megakernel.knobs import THREADS_PER_WARPGROUP
 from moe_ep.megakernel.mainloop_sm90 import MainloopSm90
-from moe_ep.megakernel.mega_moe import MAX_LENDING_WIDTH, MegaSpec
+from moe_ep.megakernel.mega_spec import MAX_LENDING_WIDTH, MegaSpec
 from moe_ep.megakernel.protocol import Moment, Phase
 from moe_ep.megakernel.rank_view import (
     RankInputs,

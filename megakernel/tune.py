@@ -28,7 +28,7 @@ from moe_ep.megakernel.compile_cache import (
     write_atomically,
 )
 from moe_ep.megakernel.knobs import KNOB_TABLE, KernelKnobs
-from moe_ep.megakernel.mega_moe import (
+from moe_ep.megakernel.mega_spec import (
     MAX_LENDING_WIDTH,
     Bucket,
     fit_spec,

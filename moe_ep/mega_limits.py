@@ -11,12 +11,7 @@ from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.config import MegaConfig
 from moe_ep.megakernel.grouped_gemm import CHANNEL_MULTIPLE
 from moe_ep.megakernel.knobs import MAX_LOCAL_EXPERTS, KernelKnobs
-from moe_ep.megakernel.mega_moe import (
-    fit_spec,
-    make_buckets,
-    make_layout,
-    most_local_experts,
-)
+from moe_ep.megakernel.mega_spec import fit_spec, make_buckets, make_layout, most_local_experts
 from moe_ep.megakernel.problem import MoEShape
 
 # Why the kernel is not offered to layers at all, for tests of what a layer does without it.

@@ -18,7 +18,8 @@ from moe_ep.megakernel import tune
 from moe_ep.megakernel.compile_cache import compile_all
 from moe_ep.megakernel.formats import PreparedWeights
 from moe_ep.megakernel.knobs import KernelKnobs
-from moe_ep.megakernel.mega_moe import Bucket, MegaMoE
+from moe_ep.megakernel.mega_moe import MegaMoE
+from moe_ep.megakernel.mega_spec import Bucket
 from moe_ep.megakernel.problem import MoEShape
 from moe_ep.random_inputs import random_inputs
 

@@ -26,7 +26,8 @@ from moe_ep.comm.group import EpGroup
 from moe_ep.megakernel.compile_cache import compile_all
 from moe_ep.megakernel.formats import prepare
 from moe_ep.megakernel.knobs import KernelKnobs
-from moe_ep.megakernel.mega_moe import MegaMoE, make_buckets
+from moe_ep.megakernel.mega_moe import MegaMoE
+from moe_ep.megakernel.mega_spec import make_buckets
 from moe_ep.megakernel.problem import MoEShape
 from moe_ep.megakernel.protocol import Moment
 from moe_ep.reference import activate, combine_terms

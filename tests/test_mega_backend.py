@@ -19,7 +19,7 @@ from moe_ep.comm.errors import (
 from moe_ep.comm.group import EpGroup
 from moe_ep.config import MegaKernelConfig
 from moe_ep.megakernel.knobs import KNOB_TABLE
-from moe_ep.megakernel.mega_moe import Bucket
+from moe_ep.megakernel.mega_spec import Bucket
 from moe_ep.reference import moe_reference
 
 SHAPE = MoEShape(num_experts=4, top_k=2, hidden=32, intermediate=32)

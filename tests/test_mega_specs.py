@@ -16,7 +16,7 @@ from moe_ep.config import MegaKernelConfig
 from moe_ep.megakernel import mega_moe
 from moe_ep.megakernel.formats import prepare
 from moe_ep.megakernel.knobs import KNOB_TABLE, MAX_LOCAL_EXPERTS, MAX_SMEM_BYTES, choose_knobs
-from moe_ep.megakernel.mega_moe import (
+from moe_ep.megakernel.mega_spec import (
     MAX_LENDING_WIDTH,
     choose_bucket,
     fit_spec,

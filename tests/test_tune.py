@@ -16,7 +16,7 @@ from moe_ep.comm.group import EpGroup
 from moe_ep.launch import spawn
 from moe_ep.megakernel import compile_cache, tune
 from moe_ep.megakernel.knobs import choose_knobs
-from moe_ep.megakernel.mega_moe import Bucket, fit_spec, make_buckets, make_layout
+from moe_ep.megakernel.mega_spec import Bucket, fit_spec, make_buckets, make_layout
 from moe_ep.megakernel.problem import WEIGHT_FORMATS
 
 V3 = MoEShape(num_experts=32, top_k=8, hidden=7168, intermediate=2048)

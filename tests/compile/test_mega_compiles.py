@@ -13,7 +13,8 @@ from test_grouped_gemm_compiles import is_serialised, wgmma_loops
 from moe_ep.megakernel import mega_moe
 from moe_ep.megakernel.compile_cache import load
 from moe_ep.megakernel.knobs import KNOB_TABLE, KernelKnobs, choose_knobs
-from moe_ep.megakernel.mega_moe import Call, MegaSpec
+from moe_ep.megakernel.mega_moe import Call
+from moe_ep.megakernel.mega_spec import MegaSpec
 from moe_ep.megakernel.problem import NAMED_ACTIVATIONS, Activation
 from moe_ep.megakernel.workspace import Workspace
 

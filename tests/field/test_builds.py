@@ -21,7 +21,7 @@ from moe_ep.comm.group import EpGroup
 from moe_ep.launch import spawn
 from moe_ep.megakernel import compile_cache, tune
 from moe_ep.megakernel.knobs import choose_knobs
-from moe_ep.megakernel.mega_moe import choose_bucket, make_buckets
+from moe_ep.megakernel.mega_spec import choose_bucket, make_buckets
 
 
 @contextmanager

@@ -86,7 +86,8 @@ A92_SHAPE = MoEShape(num_experts=32, top_k=8, hidden=7168, intermediate=2048)
 def test_A92_the_build_that_is_chosen_is_not_slower_than_another_of_the_table(ranks):
     from moe_ep.megakernel.compile_cache import compile_all
     from moe_ep.megakernel.formats import prepare
-    from moe_ep.megakernel.mega_moe import MegaMoE, choose_bucket
+    from moe_ep.megakernel.mega_moe import MegaMoE
+    from moe_ep.megakernel.mega_spec import choose_bucket
 
     alone, group = EpGroup.single("cuda"), EpGroup.virtual(2)
     prepared = prepare(random_weights(A92_SHAPE, "nvfp4", alone))
