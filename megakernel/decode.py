@@ -1,4 +1,4 @@
-"""Prepared codes to BF16 operand registers: `formats.py` seen from a thread of a math warpgroup.
+"""Prepared codes to BF16 operand registers: `tiles.py` seen from a thread of a math warpgroup.
 
 A decoder is a trace-time object: its methods emit instructions for one thread and one 64 x 128
 tile in shared memory. `load` issues the tile's loads, `half` writes the 16 A registers of four k16
@@ -14,7 +14,7 @@ What the scale leaves out (a power of two) is in the accumulator's scale (`TileF
 from cutlass import Uint32, cute
 
 from moe_ep.comm.ptx import mul_bf16x2, rotate_left, select_bits
-from moe_ep.megakernel.formats import TILE_FORMATS, TileFormat
+from moe_ep.megakernel.tiles import TILE_FORMATS, TileFormat
 
 STEPS_PER_HALF = 4
 E2M1_MASK = 0x81C081C0

@@ -11,7 +11,7 @@ from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.megakernel import schedule
 from moe_ep.megakernel.bound_call import BoundCall, Int32, Int64, stream_handle
 from moe_ep.megakernel.compile_cache import KernelBuild, compile_all, load
-from moe_ep.megakernel.formats import BLOCK_ROWS, TILE_FORMATS, PreparedWeights, num_blocks
+from moe_ep.megakernel.formats import PreparedWeights
 from moe_ep.megakernel.knobs import (
     KNOB_TABLE,
     MAX_LOCAL_EXPERTS,
@@ -20,6 +20,7 @@ from moe_ep.megakernel.knobs import (
     choose_routed_knobs,
 )
 from moe_ep.megakernel.problem import Activation
+from moe_ep.megakernel.tiles import BLOCK_ROWS, TILE_FORMATS, num_blocks
 
 # H and I: every channel group that a warp stores at once is whole.
 CHANNEL_MULTIPLE = 16

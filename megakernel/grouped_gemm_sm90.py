@@ -33,7 +33,6 @@ from moe_ep.megakernel import schedule
 from moe_ep.megakernel.compile_cache import CompiledFunction, compile_for_sm90
 from moe_ep.megakernel.decode import make_decoder
 from moe_ep.megakernel.epilogue_sm90 import EpilogueSm90
-from moe_ep.megakernel.formats import num_slabs
 from moe_ep.megakernel.grouped_gemm import GemmSpec
 from moe_ep.megakernel.item_ring import (
     END,
@@ -45,6 +44,7 @@ from moe_ep.megakernel.item_ring import (
 )
 from moe_ep.megakernel.knobs import THREADS_PER_WARPGROUP
 from moe_ep.megakernel.mainloop_sm90 import MainloopSm90
+from moe_ep.megakernel.tiles import num_slabs
 
 WARP_SIZE = 32
 WARPS_PER_WARPGROUP = 4

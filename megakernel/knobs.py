@@ -5,8 +5,8 @@ import math
 from dataclasses import dataclass
 
 from moe_ep.comm.errors import MoEEpConfigError
-from moe_ep.megakernel.formats import TILE_COLS, TILE_FORMATS, TILE_ROWS
 from moe_ep.megakernel.schedule import TOKEN_STEP
+from moe_ep.megakernel.tiles import TILE_COLS, TILE_FORMATS, TILE_ROWS
 
 # Shared memory of one CTA on sm_90.
 MAX_SMEM_BYTES = 227 * 1024

@@ -27,9 +27,9 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from moe_ep.comm.ptx import EVICT_FIRST, bulk_copy_g2s, bulk_prefetch_l2, fma_rn
-from moe_ep.megakernel.formats import BLOCK_TILES, TILE_COLS, TILE_FORMATS, TILE_ROWS
 from moe_ep.megakernel.knobs import KernelKnobs
 from moe_ep.megakernel.schedule import TOKEN_STEP
+from moe_ep.megakernel.tiles import BLOCK_TILES, TILE_COLS, TILE_FORMATS, TILE_ROWS
 
 # Columns of one token box: 128 bytes, the width of the swizzle.
 BOX_COLS = 64

@@ -54,7 +54,6 @@ from moe_ep.megakernel.decode import make_decoder
 from moe_ep.megakernel.dispatch import WARP_SIZE, Dispatch
 from moe_ep.megakernel.epilogue_sm90 import EpilogueSm90
 from moe_ep.megakernel.first_stages import FirstStages
-from moe_ep.megakernel.formats import num_slabs
 from moe_ep.megakernel.item_list import (
     FIRST_ROW,
     FIRST_SLICE,
@@ -84,6 +83,7 @@ from moe_ep.megakernel.rank_view import (
     prefetch,
 )
 from moe_ep.megakernel.routing import Routing
+from moe_ep.megakernel.tiles import num_slabs
 
 WEIGHTS_WARP, TOKENS_WARP, DISPATCH_WARP, SPARE_WARP = 0, 1, 2, 3
 WARPS_PER_WARPGROUP = 4

@@ -8,7 +8,6 @@ from functools import cached_property
 
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.megakernel.compile_cache import KernelBuild
-from moe_ep.megakernel.formats import TILE_COLS, TILE_FORMATS
 from moe_ep.megakernel.grouped_gemm import CHANNEL_MULTIPLE, GemmSpec
 from moe_ep.megakernel.knobs import (
     BF16_BYTES,
@@ -18,6 +17,7 @@ from moe_ep.megakernel.knobs import (
     usual_rows,
 )
 from moe_ep.megakernel.problem import Activation, MoEShape
+from moe_ep.megakernel.tiles import TILE_COLS, TILE_FORMATS
 from moe_ep.megakernel.workspace import Workspace
 
 NUM_ROW_BUFFERS = 2  # of dispatch, a token row each

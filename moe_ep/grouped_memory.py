@@ -20,8 +20,8 @@ import torch
 
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.megakernel.bound_call import stream_handle
-from moe_ep.megakernel.formats import TILE_FORMATS
 from moe_ep.megakernel.problem import MoEShape
+from moe_ep.megakernel.tiles import TILE_FORMATS
 from moe_ep.megakernel.workspace import Region
 
 # Slots and the output's 16-byte vectors have 32-bit numbers, and so do threads behind the last one.

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import torch
 
-from moe_ep.megakernel.formats import TILE_FORMATS, PreparedWeights, prepare, restore
+from moe_ep.megakernel.formats import PreparedWeights, prepare, restore
+from moe_ep.megakernel.tiles import TILE_FORMATS
 from moe_ep.weights import MoEWeights
 
 HeldWeights = MoEWeights | PreparedWeights

@@ -20,10 +20,11 @@ from rich.console import Console
 from rich.progress import track
 
 from moe_ep.megakernel.compile_cache import compile_all
-from moe_ep.megakernel.formats import TILE_FORMATS, prepare
+from moe_ep.megakernel.formats import prepare
 from moe_ep.megakernel.grouped_gemm import GroupedGemm
 from moe_ep.megakernel.knobs import KernelKnobs, choose_row
 from moe_ep.megakernel.problem import Activation
+from moe_ep.megakernel.tiles import TILE_FORMATS
 from moe_ep.reference import activate
 from moe_ep.weights import MoEWeights
 

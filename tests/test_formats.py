@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe_ep.comm.errors import MoEEpConfigError
-from moe_ep.megakernel import formats
+from moe_ep.megakernel import formats, tiles
 from moe_ep.weights import MoEWeights
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -75,7 +75,7 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("is_gated", [True, False])
 @pytest.mark.parametrize("hidden, intermediate", SHAPES)
-@pytest.mark.parametrize("name", formats.TILE_FORMATS)
+@pytest.mark.parametrize("name", tiles.TILE_FORMATS)
 def test_restore_gives_back_every_byte(name, hidden, intermediate, is_gated):
     weights = random_weights(name, hidden, intermediate, is_gated=is_gated)
     prepared = formats.prepare(weights)
@@ -119,9 +119,9 @@ def test_codes_under_a_zero_scale_come_back_as_zero_and_the_others_unchanged():
 def test_a_thread_finds_its_fragment_in_its_sixteen_bytes(name):
     """Each thread's words, decoded by the documented bit tricks, are WGMMA's A registers."""
     weights = random_weights(name, 256, 128, num_experts=1)
-    fmt = formats.TILE_FORMATS[name]
+    fmt = tiles.TILE_FORMATS[name]
     tile = formats.prepare(weights).w2[0].view(1, 1, 4, -1)[0, 0, 2]  # rows 128..191
-    order = formats.row_order(256, is_paired=False).view(4, 4, 2, 8)[2]
+    order = tiles.row_order(256, is_paired=False).view(4, 4, 2, 8)[2]
     words = tile[: fmt.code_bytes].view(torch.int32).view(-1, 128, 4).long() & 0xFFFFFFFF
     values = (
         weights.w2[0].float()
@@ -168,11 +168,11 @@ def fragment_pairs(words: torch.Tensor, step: int, code_bits: int) -> list[torch
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
 def test_scale_words_decode_to_the_scale_times_the_documented_constant(name):
     weights = random_weights(name, 256, 128, num_experts=1)
-    fmt = formats.TILE_FORMATS[name]
+    fmt = tiles.TILE_FORMATS[name]
     prepared = formats.prepare(weights)
     tile = prepared.w2[0].view(4, -1)[1]
     words = tile[fmt.code_bytes :].view(torch.int32).view(32, -1).long() & 0xFFFFFFFF
-    order = formats.row_order(256, is_paired=False).view(4, 4, 2, 8)[1]
+    order = tiles.row_order(256, is_paired=False).view(4, 4, 2, 8)[1]
     sf = weights.w2_sf[0]
     scale = sf.float() if name == "nvfp4" else torch.exp2(sf.float() - 127)
     mask, ones = (0x0FF00FF0, 0x70007000) if name == "nvfp4" else (0x7F807F80, 0)
@@ -232,7 +232,7 @@ def test_scales_too_far_apart_are_refused_where_codes_are_not_zero():
 
 
 def test_tile_bytes_are_the_checkpoints():
-    sizes = {name: fmt.tile_bytes for name, fmt in formats.TILE_FORMATS.items()}
+    sizes = {name: fmt.tile_bytes for name, fmt in tiles.TILE_FORMATS.items()}
     assert sizes == {
         "nvfp4": 4608,
         "mxfp4": 4352,

@@ -11,10 +11,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_ep.megakernel.formats import TILE_FORMATS, prepare
+from moe_ep.megakernel.formats import prepare
 from moe_ep.megakernel.grouped_gemm import GroupedGemm
 from moe_ep.megakernel.knobs import KNOB_TABLE, MAX_SMEM_BYTES, KernelKnobs, choose_row
 from moe_ep.megakernel.problem import NAMED_ACTIVATIONS, Activation
+from moe_ep.megakernel.tiles import TILE_FORMATS
 from moe_ep.reference import activate
 from moe_ep.weights import MoEWeights
 

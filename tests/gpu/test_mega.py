@@ -36,10 +36,11 @@ from mega_cases import (
 )
 
 from moe_ep.inputs import MoEInputs
-from moe_ep.megakernel.formats import TILE_FORMATS, prepare
+from moe_ep.megakernel.formats import prepare
 from moe_ep.megakernel.grouped_gemm import GroupedGemm
 from moe_ep.megakernel.knobs import KNOB_TABLE
 from moe_ep.megakernel.problem import NAMED_ACTIVATIONS
+from moe_ep.megakernel.tiles import TILE_FORMATS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

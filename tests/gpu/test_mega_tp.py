@@ -41,8 +41,9 @@ from moe_ep.comm.transport import to_slots
 from moe_ep.dispatch_plan import DispatchPlan
 from moe_ep.grouped import GroupedExperts
 from moe_ep.inputs import MoEInputs
-from moe_ep.megakernel.formats import TILE_FORMATS, prepare
+from moe_ep.megakernel.formats import prepare
 from moe_ep.megakernel.problem import MoEShape
+from moe_ep.megakernel.tiles import TILE_FORMATS
 from moe_ep.reference import (
     combine_parts,
     moe_oracle_fp64,
