@@ -100,7 +100,8 @@ def run(args: argparse.Namespace) -> int:
     if args.cpu_ratio:
         from moe_ep.launch import cpu_ratio
 
-        return cpu_ratio.run()
+        cpu_ratio.run()
+        return 0
     for option, counts in (
         ("--tokens", args.tokens),
         ("--iterations", [args.iterations]),

@@ -12,29 +12,27 @@ import torch
 
 from moe_ep.comm.group import EpGroup
 from moe_ep.config import SplitConfig
+from moe_ep.cpu_matmul import ROW_BLOCK
 from moe_ep.inputs import MoEInputs
 from moe_ep.layer import MoEEpLayer
 from moe_ep.megakernel.problem import MoEShape
-from moe_ep.reference import CPU_ROW_MULTIPLE
 from moe_ep.weights import MoEWeights
 
 SHAPE = MoEShape(num_experts=64, top_k=8, hidden=1024, intermediate=512)
 NUM_TOKENS = 512
 NUM_RUNS = 7
-MAX_RATIO = 1.2
 
 
-def run() -> int:
-    """Print both medians and their ratio; 0 if the ratio is at most `MAX_RATIO`."""
+def run() -> None:
+    """Print both medians and their ratio."""
     layer_s, matmuls_s = measure()
     ratio = layer_s / matmuls_s
     print(
         f"T={NUM_TOKENS} E={SHAPE.num_experts} K={SHAPE.top_k} H={SHAPE.hidden} "
         f"I={SHAPE.intermediate}, BF16, one rank, one thread, median of {NUM_RUNS}: "
         f"layer {1e3 * layer_s:.1f} ms, FP32 matmuls {1e3 * matmuls_s:.1f} ms, "
-        f"ratio {ratio:.3f} (allowed {MAX_RATIO:g})"
+        f"ratio {ratio:.3f}"
     )
-    return 0 if ratio <= MAX_RATIO else 1
 
 
 def measure() -> tuple[float, float]:
@@ -76,7 +74,7 @@ def _matmuls(weights: MoEWeights, topk_ids: torch.Tensor) -> Callable[[], None]:
     """FC1 and FC2 of every expert in FP32, on as many rows as the layer pads to."""
     w13, w2 = weights.dequantize(torch.float32)
     counts = topk_ids.flatten().bincount(minlength=len(w13)).tolist()
-    padded = [-(-count // CPU_ROW_MULTIPLE) * CPU_ROW_MULTIPLE for count in counts]
+    padded = [-(-count // ROW_BLOCK) * ROW_BLOCK for count in counts]
     x = [torch.randn(num_rows, SHAPE.hidden) for num_rows in padded]
     h = [torch.randn(num_rows, SHAPE.intermediate) for num_rows in padded]
 

@@ -7,26 +7,25 @@
 
 Letters: P rows of one expert, T tokens, K slots, H hidden, I intermediate, E experts.
 
-On CPU a row's bits must not depend on the rows beside it: matmuls run in FP32 on rows zero-padded
-to a multiple of `CPU_ROW_MULTIPLE`, and activations are built from `exp` and `tanh`, because
-torch's own matmuls and activations change bits with the number of rows, threads and tails. Weights
-are decoded and upcast one matrix at a time; the memory beside them is that one FP32 matrix.
+On CPU a row's bits must not depend on the rows beside it: matmuls run in FP32 as `cpu_matmul.py`
+says, and activations are built from `exp` and `tanh`, because torch's own matmuls and activations
+change bits with the number of rows, threads and tails. Weights are decoded and upcast one matrix at
+a time; the memory beside them is that one FP32 matrix, of every thread.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 
+from moe_ep import cpu_matmul
 from moe_ep.comm.errors import MoEEpConfigError
+from moe_ep.cpu_matmul import Result, padded, run_tasks
 from moe_ep.inputs import MoEInputs
 from moe_ep.megakernel.problem import Activation, MoEShape
 from moe_ep.weights import MoEWeights
-
-CPU_ROW_MULTIPLE = 16
-_UPCAST_ELEMENTS = 1 << 18  # weights upcast at a time: 1 MiB stays in a core's cache
 
 
 def activate(fc1_PN: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -72,7 +71,8 @@ def expert_terms(
 
     Terms are BF16 under ep. Under tp they are this rank's FP32 part of the FC2 sums, not rounded.
     """
-    return _expert_sums(x_PH, weights, local_expert_idx, activation).to(_term_dtype(weights))
+    task = partial(_expert_sums, x_PH, weights, local_expert_idx, activation)
+    return _run([task], x_PH)[0].to(_term_dtype(weights))
 
 
 def grouped_expert_terms(
@@ -88,10 +88,18 @@ def grouped_expert_terms(
     terms_PH = torch.empty(x_PH.shape, dtype=_term_dtype(weights), device=x_PH.device)
     rows = torch.split(x_PH, list(num_rows_per_expert))
     terms = torch.split(terms_PH, list(num_rows_per_expert))
-    for local_expert_idx, x_pH in enumerate(rows):
-        if len(x_pH):
-            terms[local_expert_idx].copy_(_expert_sums(x_pH, weights, local_expert_idx, activation))
+
+    def compute(local_expert_idx: int) -> None:
+        sums = _expert_sums(rows[local_expert_idx], weights, local_expert_idx, activation)
+        terms[local_expert_idx].copy_(sums)
+
+    _run([partial(compute, i) for i, x_pH in enumerate(rows) if len(x_pH)], x_PH)
     return terms_PH
+
+
+def _run(tasks: Sequence[Callable[[], Result]], x: torch.Tensor) -> list[Result]:
+    """On a GPU one after the other, else as `cpu_matmul` says."""
+    return [task() for task in tasks] if x.is_cuda else run_tasks(tasks)
 
 
 def _term_dtype(weights: MoEWeights) -> torch.dtype:
@@ -100,12 +108,12 @@ def _term_dtype(weights: MoEWeights) -> torch.dtype:
 
 def fc1_sums(x_PH: torch.Tensor, weights: MoEWeights, local_expert_idx: int) -> torch.Tensor:
     """x w13^T of one expert, scaled, plus bias: BF16 [P, H] -> FP32 [P, fc1_rows]."""
-    return _linear(x_PH, weights, "w13", local_expert_idx)
+    return _run([partial(_linear, x_PH, weights, "w13", local_expert_idx)], x_PH)[0]
 
 
 def fc2_sums(hidden_PI: torch.Tensor, weights: MoEWeights, local_expert_idx: int) -> torch.Tensor:
     """h w2^T of one expert, scaled, plus bias: BF16 [P, I] -> FP32 [P, H], not rounded yet."""
-    return _linear(hidden_PI, weights, "w2", local_expert_idx)
+    return _run([partial(_linear, hidden_PI, weights, "w2", local_expert_idx)], hidden_PI)[0]
 
 
 def _expert_sums(
@@ -231,12 +239,8 @@ def _slot_terms(inputs: MoEInputs, weights: MoEWeights, shape: MoEShape) -> torc
 
 def _linear(x_PC: torch.Tensor, weights: MoEWeights, name: str, expert: int) -> torch.Tensor:
     """FP32 [P, N]: the rows times one expert's matrix, its global scales and its bias."""
-    if x_PC.is_cuda:
-        rows_PC, matmul = x_PC, _matmul_cuda
-    else:
-        # Between FC1 and FC2 columns are contiguous: activations then run over whole halves.
-        rows_PC = _padded(x_PC, column_major=name == "w2")
-        matmul = partial(_matmul_cpu, column_major=name == "w13")
+    is_cuda = x_PC.is_cuda
+    rows_PC, matmul = (x_PC, _matmul_cuda) if is_cuda else (padded(x_PC), cpu_matmul.matmul)
     w_NC = weights.unscaled(name, expert)
     if weights.weights_format == "fp8_block":
         # acc = acc + s * partial for each 128 columns, ascending; multiply and add each rounded.
@@ -252,32 +256,6 @@ def _linear(x_PC: torch.Tensor, weights: MoEWeights, name: str, expert: int) -> 
     if bias is not None:
         out_PN += bias[expert]
     return out_PN[: len(x_PC)]
-
-
-def _padded(x_PC: torch.Tensor, *, column_major: bool) -> torch.Tensor:
-    """BF16 -> FP32 rows, zero-padded to a multiple of `CPU_ROW_MULTIPLE`."""
-    num_rows, num_cols = x_PC.shape
-    padded_PC = _empty(num_rows + -num_rows % CPU_ROW_MULTIPLE, num_cols, column_major)
-    padded_PC[:num_rows] = x_PC
-    padded_PC[num_rows:] = 0
-    return padded_PC
-
-
-def _matmul_cpu(x_PC: torch.Tensor, w_NC: torch.Tensor, *, column_major: bool) -> torch.Tensor:
-    """x w^T with FP32 sums; both hold BF16 values, so that products are exact in FP32."""
-    num_rows, num_cols = w_NC.shape
-    out_PN = _empty(len(x_PC), num_rows, column_major)
-    step = min(num_rows, max(CPU_ROW_MULTIPLE, _UPCAST_ELEMENTS // num_cols))
-    slab_NC = torch.empty(step, num_cols)
-    for first in range(0, num_rows, step):
-        w_nC = w_NC[first : first + step]
-        torch.mm(x_PC, slab_NC[: len(w_nC)].copy_(w_nC).t(), out=out_PN[:, first : first + step])
-    return out_PN
-
-
-def _empty(num_rows: int, num_cols: int, column_major: bool) -> torch.Tensor:
-    """FP32 [rows, cols], unwritten."""
-    return torch.empty(num_cols, num_rows).t() if column_major else torch.empty(num_rows, num_cols)
 
 
 def _matmul_cuda(x_PC: torch.Tensor, w_NC: torch.Tensor) -> torch.Tensor:

@@ -349,11 +349,10 @@ def test_measured_peaks_are_those_of_this_machine_not_of_a_clock_error():
     assert 1e8 < found.flops_per_s < 1e15
 
 
-@pytest.mark.parametrize(("layer_s", "exit_code"), [(1.2, 0), (1.21, 1)])
-def test_cpu_ratio_fails_above_its_limit(monkeypatch, capsys, layer_s, exit_code):
-    monkeypatch.setattr(cpu_ratio, "measure", lambda: (layer_s, 1.0))
-    assert cpu_ratio.run() == exit_code
-    assert f"ratio {layer_s:.3f}" in capsys.readouterr().out
+def test_cpu_ratio_divides_the_layer_by_its_matmuls(monkeypatch, capsys):
+    monkeypatch.setattr(cpu_ratio, "measure", lambda: (0.3, 0.2))
+    assert cli.main(["bench", "--cpu-ratio"]) == 0
+    assert "layer 300.0 ms, FP32 matmuls 200.0 ms, ratio 1.500" in capsys.readouterr().out
 
 
 @pytest.mark.gpu

@@ -1,5 +1,8 @@
 """On CPU a row's FP32 sums do not depend on the rows beside it, their number, or the threads."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
 
@@ -7,6 +10,7 @@ import pytest
 import torch
 
 from moe_ep import MoEWeights
+from moe_ep.cpu_matmul import run_tasks
 from moe_ep.megakernel.problem import Activation
 from moe_ep.reference import activate, expert_terms, fc1_sums, fc2_sums
 
@@ -103,3 +107,42 @@ def test_wide_sums_keep_their_bits():
         torch.set_num_threads(num_threads)
         for num_rows in range(1, 49, 3):
             assert torch.equal(fc1_sums(x_PH[-num_rows:], weights, 0), want_PN[-num_rows:])
+
+
+@pytest.mark.parametrize("instructions", ["AVX2", "SSE4_2"])
+def test_kernels_for_other_processors_keep_them_too(instructions):
+    """MKL has kernels for each instruction set; Intel processors can be told to use older ones."""
+    names = "whole_expert and (nvfp4 or bf16) or wide"
+    environment = os.environ | {"MKL_ENABLE_INSTRUCTIONS": instructions}
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider"]
+    result = subprocess.run(
+        [*command, "-k", names, __file__],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0 and "5 passed" in result.stdout, result.stdout[-2000:]
+
+
+def test_tasks_have_one_thread_and_the_modes_of_who_asks():
+    torch.set_num_threads(2)
+
+    def task() -> tuple[int, bool, bool]:
+        return torch.get_num_threads(), torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+    assert run_tasks([task] * 3) == [(1, False, True)] * 3
+    with torch.no_grad():
+        assert run_tasks([task]) == [(1, False, False)]
+    with torch.inference_mode():
+        assert run_tasks([task]) == [(1, True, False)]
+    assert run_tasks([]) == []
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_task_that_raises_is_heard_and_leaves_the_threads_as_they_were(num_threads):
+    torch.set_num_threads(num_threads)
+    with pytest.raises(ZeroDivisionError):
+        run_tasks([lambda: 1 // 0, lambda: 1])
+    assert torch.get_num_threads() == num_threads
