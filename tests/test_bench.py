@@ -326,7 +326,7 @@ def test_stages_are_told_once_for_each_layer_and_number_of_tokens(capsys):
 
 @pytest.mark.parametrize("is_staged", [False, True])
 def test_plot_draws_every_series_and_stages_where_measured(tmp_path, is_staged):
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="needs the extra 'plot'")
     from matplotlib import pyplot
 
     from moe_ep.launch.plot import plot
