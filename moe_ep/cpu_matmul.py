@@ -14,6 +14,8 @@ import torch
 # Where in its block a row lies must not matter: a multiple of the rows that a register tile holds
 # (48 and 16 in AVX-512, 24 and less below it).
 ROW_BLOCK = 48
+# Nor do rows meet the code for what is left over of the output channels.
+CHANNEL_BLOCK = 16
 _UPCAST_ELEMENTS = 1 << 18  # weights upcast at a time: 1 MiB stays in a core's cache
 
 Result = TypeVar("Result")
@@ -34,17 +36,19 @@ def matmul(x_PC: torch.Tensor, w_NC: torch.Tensor) -> torch.Tensor:
     Both hold BF16 values, so that products are exact in FP32.
     """
     num_rows, num_cols = w_NC.shape
-    out_PN = torch.empty(len(x_PC), num_rows)
-    step = min(num_rows, max(16, _UPCAST_ELEMENTS // num_cols))
-    slab_NC = torch.empty(step, num_cols)
+    out_PN = torch.empty(len(x_PC), num_rows + -num_rows % CHANNEL_BLOCK)
+    step = max(CHANNEL_BLOCK, _UPCAST_ELEMENTS // num_cols // CHANNEL_BLOCK * CHANNEL_BLOCK)
+    step = min(step, out_PN.shape[1])
+    slab_NC = torch.zeros(step, num_cols)
     for first_col in range(0, num_rows, step):
-        w_nC = w_NC[first_col : first_col + step]
-        slab_nC = slab_NC[: len(w_nC)].copy_(w_nC)
         out_Pn = out_PN[:, first_col : first_col + step]
+        slab_nC = slab_NC[: out_Pn.shape[1]]
+        w_nC = w_NC[first_col : first_col + step]
+        slab_nC[: len(w_nC)] = w_nC  # behind the last row finite numbers, never read
         for first_row in range(0, len(x_PC), ROW_BLOCK):
             rows = slice(first_row, first_row + ROW_BLOCK)
             torch.mm(x_PC[rows], slab_nC.t(), out=out_Pn[rows])
-    return out_PN
+    return out_PN[:, :num_rows]
 
 
 def run_tasks(tasks: Sequence[Callable[[], Result]]) -> list[Result]:
