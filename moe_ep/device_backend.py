@@ -21,7 +21,8 @@ class DeviceBackend:
     its tensors, for the captured number of tokens (mask what is padding by negative ids).
 
     What a kernel found is raised by a later call outside a capture, if the GPU has come that far,
-    and by `check` in any case. Inputs and `out` that are contiguous and aligned to 16 bytes are
+    and by `check` in any case. One of several ranks raises it behind its own step, as the others
+    wait for that. Inputs and `out` that are contiguous and aligned to 16 bytes are
     used where they lie, others are copied.
 
     A user of this class has `load`, which sets `is_warm`, `launch` and `raise_found`.
@@ -29,9 +30,11 @@ class DeviceBackend:
 
     finds_bad_ids = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, num_ranks: int = 1) -> None:
         self.device, self._device_index = device, device.index
         self.is_warm = False
+        self._num_ranks = num_ranks
+        self._left: MoEEpConfigError | None = None  # by an earlier call, raised by the next
 
     def load(self) -> None:
         """Compile, load and launch every kernel that a call may take; waits for the GPU."""
@@ -58,9 +61,14 @@ class DeviceBackend:
 
     def require_callable(self) -> None:
         """Raise what stands against a call now: `MoEEpStateError` in a capture that comes before
-        `warmup`, else what earlier launches have found."""
+        `warmup`, else what earlier launches have found on a rank that is alone."""
         if not self.is_capturing():
-            self.raise_found()
+            try:
+                self.raise_found()
+            except MoEEpConfigError as left:
+                if self._num_ranks == 1:
+                    raise
+                self._left = left
         elif not self.is_warm:
             raise MoEEpStateError(
                 "a CUDA graph is being captured and the layer's kernels are not loaded; warm up "
@@ -70,7 +78,10 @@ class DeviceBackend:
     def forward(
         self, inputs: MoEInputs, bound: int, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """BF16 [T, H], written to `out` if given. `bound`: most tokens of any rank."""
+        """BF16 [T, H], written to `out` if given. `bound`: most tokens of any rank.
+
+        Raises `MoEEpConfigError` for an earlier call, behind this one's step.
+        """
         if not self.is_warm:
             self.load()
         x_TH, ids_TK, weights_TK = (
@@ -81,7 +92,14 @@ class DeviceBackend:
         y_TH = out if out is not None and is_usable(out) else torch.empty_like(x_TH)
         with self.on_device():
             self.launch(x_TH, ids_TK, weights_TK, y_TH, bound)
+        if self._left is not None:
+            raise self.take_left()
         return y_TH if out is None or y_TH is out else out.copy_(y_TH)
+
+    def take_left(self) -> MoEEpConfigError | None:
+        """What an earlier call left to raise, once."""
+        left, self._left = self._left, None
+        return left
 
     def check(self) -> None:
         """Wait for the GPU, then raise what a kernel found."""

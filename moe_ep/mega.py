@@ -21,7 +21,6 @@ from moe_ep.comm.liveness import Liveness
 from moe_ep.config import MegaKernelConfig
 from moe_ep.device_backend import ID_DTYPES, DeviceBackend
 from moe_ep.fingerprint import COMPILE_TIMEOUT_S, agree
-from moe_ep.inputs import MoEInputs
 from moe_ep.mega_tune import Tuner
 from moe_ep.megakernel.formats import PreparedWeights, prepare
 from moe_ep.megakernel.mega_moe import MegaMoE
@@ -55,10 +54,9 @@ class MegaBackend(DeviceBackend):
         timeout_s: float,
         parallel: str = "ep",
     ) -> None:
-        super().__init__(group.device)
+        super().__init__(group.device, group.num_ranks)
         self._shape, self._group, self._liveness = shape, group, liveness
         self._prepared, self._timeout_s = prepared, timeout_s
-        self._left: MoEEpConfigError | None = None  # by an earlier call, raised by the next
         self._tuner: Tuner | None = None  # until the builds are known
         knobs = config.knobs
         if knobs == "auto":
@@ -105,19 +103,6 @@ class MegaBackend(DeviceBackend):
             "prepared weights": self._prepared.num_bytes,
             "shared workspace": self._mega.num_bytes,
         }
-
-    def forward(
-        self, inputs: MoEInputs, bound: int, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """BF16 [T, H], written to `out` if given. `bound`: most tokens of any rank.
-
-        Raises `MoEEpConfigError` for an earlier call after its own step, see the module.
-        """
-        y_TH = super().forward(inputs, bound, out)
-        if self._left is not None:
-            left, self._left = self._left, None
-            raise left
-        return y_TH
 
     def launch(
         self,
@@ -169,17 +154,9 @@ class MegaBackend(DeviceBackend):
                 raise
             raise self._lost_ranks(error) from None
 
-    def require_callable(self) -> None:
-        try:
-            super().require_callable()
-        except MoEEpConfigError as left:
-            if self._group.num_ranks == 1:
-                raise
-            self._left = left
-
     def refuse(self, reason: str) -> NoReturn:
         """This rank's part of a call whose input it does not take."""
-        left, self._left = self._left, None
+        left = self.take_left()
         if self._group.num_ranks == 1:
             raise MoEEpConfigError(reason)
         if not self.is_capturing():

@@ -189,7 +189,7 @@ class NcclEpSplit(DeviceBackend):
         liveness: Liveness,
         timeout_s: float,
     ) -> None:
-        super().__init__(group.device)
+        super().__init__(group.device, group.num_ranks)
         self._is_exact, self._received, self._spec = config.exact_combine, received, spec
         self._shape, self._group, self._control = shape, group, control
         self._liveness, self._timeout_s = liveness, timeout_s
@@ -265,7 +265,11 @@ class NcclEpSplit(DeviceBackend):
     def refuse(self, reason: str) -> NoReturn:
         if self.is_capturing():  # where no rank can be told
             raise MoEEpConfigError(reason)
-        self._control.agree_on_call(None, reason)
+        left = self.take_left()
+        try:
+            self._control.agree_on_call(None, reason)
+        except MoEEpConfigError as refusal:
+            raise refusal from left
 
     def update_weights(self, weights: MoEWeights) -> None:
         self._received.update(weights)

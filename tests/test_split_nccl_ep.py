@@ -89,6 +89,18 @@ def run_one(group: EpGroup, layer_id: int, config: NcclEpConfig) -> list[torch.T
     with pytest.raises(MoEEpConfigError, match=r"topk_ids\[2, 3\] of an earlier call was not"):
         layers[0].check()
     layers[0].check()
+    # Of one rank alone: it does its step, for which the other waits, and raises behind it.
+    layers[0].forward(bad if group.rank == 0 else inputs_of(1, 0), CAPACITY)
+    layers[0].require_callable()
+    found = pytest.raises(MoEEpConfigError, match="of an earlier call was not")
+    with found if group.rank == 0 else nullcontext():
+        layers[0].forward(inputs_of(group.rank, 0), CAPACITY)
+    layers[0].forward(bad if group.rank == 0 else inputs_of(1, 0), CAPACITY)
+    layers[0].require_callable()
+    with pytest.raises(MoEEpConfigError, match="rank 0: too few"):
+        if group.rank == 0:
+            layers[0].refuse("too few")
+        layers[0].forward(inputs_of(group.rank, 0), CAPACITY)
     outs.append(layers[0].forward(inputs_of(group.rank, 0), CAPACITY))
     layers[0].destroy()
     layers[0].destroy()
