@@ -8,36 +8,22 @@ The header goes from every rank to every rank, also from one whose caller gave b
 the same statuses, so all raise or none does, and the next call starts in step. Letters as in
 `comm/transport.py`.
 
-A lost rank: gloo fails the exchange (a death at once, silence after the time-out). NCCL fails
-nothing, so the host looks at the clock itself, and the caller has `_WATCHDOG_S` seconds between
-`MoEEpTimeoutError` and torch's NCCL watchdog, which ends the process while the exchange is pending
-(TORCH_NCCL_ASYNC_ERROR_HANDLING says how).
+How a lost rank is noticed: `row_exchange.py`.
 """
 
-import time
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from moe_ep.comm.errors import MoEEpConfigError, MoEEpTransportError
 from moe_ep.comm.group import EpGroup
 from moe_ep.comm.liveness import Liveness
+from moe_ep.comm.row_exchange import RowExchange
 from moe_ep.comm.transport import Outgoing, Received, to_slots
 
 _OK, _REFUSED = 0, 1
 _CALL_BITS = 32
 _REFUSAL_BYTES = 1024
-# How often a waiting rank looks whether another one has given up.
-_SLICE = timedelta(seconds=1)
-_WATCHDOG_S = 30.0
-# What the NCCL wait sleeps between two looks at its event.
-_NAP_S = 20e-6
-
-
-class _GivenUpElsewhere(RuntimeError):
-    """Another rank left this call."""
 
 
 @dataclass(frozen=True)
@@ -81,16 +67,11 @@ class TorchTransport:
         timeout_s: float,
     ) -> None:
         self._group = group
-        self._liveness = liveness
+        self._exchange = RowExchange(group, liveness, timeout_s)
         self._first_call = layer_id << _CALL_BITS
         self._hidden = hidden
         self._top_k = top_k
         self._owner_E = owner_E
-        self._options = dist.AllToAllOptions()
-        # Also what a gloo thread waits for a lost peer, hence what leaving the process may take.
-        slack_s = 0.0 if group.backend == "gloo" else _WATCHDOG_S
-        self._options.timeout = timedelta(seconds=timeout_s + slack_s)
-        self._timeout_s = timeout_s
         self._step = -1
 
     def dispatch(self, outgoing: Outgoing | None, refusal: str | None = None) -> Received:
@@ -107,7 +88,7 @@ class TorchTransport:
         sent = self._pack(outgoing, token_idx)
         tokens_from = [header.num_tokens for header in headers]
         received = sent.new_empty(sum(tokens_from), sent.shape[1])
-        self._exchange(received, sent, tokens_from, tokens_to, "dispatch")
+        self._exchange(received, sent, tokens_from, tokens_to, "dispatch", self._step)
         x_NH, topk_ids_NK, topk_weights_NK = self._unpack(received)
         route = _Route(
             rows_here=[header.num_rows_back for header in headers],
@@ -136,7 +117,9 @@ class TorchTransport:
     def combine(self, rows: torch.Tensor, received: Received) -> torch.Tensor:
         route = received.route
         back = rows.new_empty(sum(route.rows_back), self._hidden)
-        self._exchange(back, rows.contiguous(), route.rows_back, route.rows_here, "combine")
+        self._exchange(
+            back, rows.contiguous(), route.rows_back, route.rows_here, "combine", self._step
+        )
         if route.slot_idx is None:
             return back.view(self._group.num_ranks, route.num_tokens, self._hidden)
         return to_slots(back, route.slot_idx, route.num_tokens, self._top_k)
@@ -218,7 +201,7 @@ class TorchTransport:
             dtype=torch.int64,
         ).to(self._group.device)
         received = torch.empty_like(sent)
-        self._exchange(received, sent, [], [], "dispatch (counts)")
+        self._exchange(received, sent, [], [], "dispatch (counts)", self._step)
         headers = [_Header(*row) for row in received.tolist()]
         self._check_same_call([header.call for header in headers])
         if any(header.status == _REFUSED for header in headers):
@@ -254,62 +237,10 @@ class TorchTransport:
         sent = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._group.device)
         sent = sent.repeat(num_ranks, 1)
         received = torch.empty_like(sent)
-        self._exchange(received, sent, [], [], "dispatch (refusal)")
+        self._exchange(received, sent, [], [], "dispatch (refusal)", self._step)
         texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in received.tolist()]
         raise MoEEpConfigError(
             "; ".join(
                 f"{self._group.rank_name(rank)}: {text}" for rank, text in enumerate(texts) if text
             )
         )
-
-    def _exchange(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        received_rows: list[int],
-        sent_rows: list[int],
-        phase: str,
-    ) -> None:
-        """All-to-all of rows (empty lists: equal parts), within the time-out."""
-        try:
-            # Not dist.all_to_all_single, which takes no time-out, nor the ProcessGroup's method of
-            # that name, which torch 2.11 lacks and 2.13 has.
-            work = self._group.process_group.alltoall_base(
-                received, sent, received_rows, sent_rows, self._options
-            )
-            if self._group.backend == "gloo":
-                self._wait_in_slices(work)
-            else:
-                self._wait_for_event(work)
-        except (RuntimeError, TimeoutError) as error:
-            self._liveness.raise_failure(phase, self._step, error)
-
-    def _wait_in_slices(self, work: dist.Work) -> None:
-        while True:
-            try:
-                work.wait(_SLICE)
-                return
-            except RuntimeError:
-                if work.is_completed():
-                    work.wait()  # it ended after the slice, or raises its own error
-                    return
-            self._check_the_others()
-
-    def _wait_for_event(self, work: dist.Work) -> None:
-        """For NCCL, whose wait(timeout) aborts the communicator, and whose wait() only orders the
-        stream. The host waits for every exchange: the counts are host integers in any case."""
-        deadline = time.monotonic() + self._timeout_s
-        next_look = time.monotonic() + _SLICE.total_seconds()
-        while not work.is_completed():
-            now = time.monotonic()
-            if now > deadline:
-                raise TimeoutError(f"timed out after {self._timeout_s:g} s")
-            if now > next_look:
-                self._check_the_others()
-                next_look = now + _SLICE.total_seconds()
-            time.sleep(_NAP_S)
-        work.wait()
-
-    def _check_the_others(self) -> None:
-        if self._liveness.failed_elsewhere():
-            raise _GivenUpElsewhere("another rank gave up")

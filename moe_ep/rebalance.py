@@ -1,7 +1,6 @@
 """Experts move between ranks, weights and scales together, when the map of slots changes."""
 
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 
@@ -9,6 +8,7 @@ from moe_ep.arguments import check_kind
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.comm.group import EpGroup
 from moe_ep.comm.liveness import Liveness
+from moe_ep.comm.row_exchange import RowExchange
 from moe_ep.fingerprint import agree
 from moe_ep.held_weights import HeldWeights, read_experts, write_experts
 from moe_ep.megakernel.problem import owned_experts
@@ -83,16 +83,19 @@ def move_experts(
     sent = read_experts(held, form, [idx for part in moves.sends for idx in part])
     filled = [idx for part in moves.receives for idx in part]
     received = {}
+    exchange = None if group.num_ranks == 1 else RowExchange(group, liveness, timeout_s)
     for name, tensor in sent.items():
+        if exchange is None:
+            received[name] = tensor
+            continue
         received[name] = tensor.new_empty(len(filled), *tensor.shape[1:])
-        _exchange(
-            group,
-            liveness,
+        exchange(
             _rows_of_bytes(received[name]),
             _rows_of_bytes(tensor),
             [len(part) for part in moves.receives],
             [len(part) for part in moves.sends],
-            timeout_s,
+            "rebalance",
+            step=0,
         )
     write_experts(held, form, received, filled)
 
@@ -101,26 +104,3 @@ def _rows_of_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """uint8 [experts, bytes] of the same storage: gloo moves no FP8."""
     row_bytes = tensor[:0].new_empty(1, *tensor.shape[1:]).nbytes
     return tensor.view(len(tensor), *tensor.shape[1:], 1).view(torch.uint8).view(-1, row_bytes)
-
-
-def _exchange(
-    group: EpGroup,
-    liveness: Liveness | None,
-    received: torch.Tensor,
-    sent: torch.Tensor,
-    received_rows: list[int],
-    sent_rows: list[int],
-    timeout_s: float,
-) -> None:
-    if group.num_ranks == 1:
-        received.copy_(sent)
-        return
-    options = torch.distributed.AllToAllOptions()
-    options.timeout = timedelta(seconds=timeout_s)
-    try:
-        work = group.process_group.all_to_all_single(
-            received, sent, received_rows, sent_rows, options
-        )
-        work.wait()  # NCCL: orders the stream; its watchdog ends a lost peer
-    except RuntimeError as error:
-        liveness.raise_failure("rebalance", 0, error)
