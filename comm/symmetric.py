@@ -21,6 +21,7 @@ import torch
 
 from moe_ep.comm.errors import (
     MoEEpConfigError,
+    MoEEpError,
     MoEEpStateError,
     MoEEpTransportError,
     MoEEpUnavailableError,
@@ -30,6 +31,7 @@ from moe_ep.comm.rendezvous import exchange_records
 
 SIZE_VARIABLE = "NVSHMEM_SYMMETRIC_SIZE"
 ALIGNMENT = 1024
+EXCHANGE_S = 60.0  # that ranks wait for each other where a layer is built
 _SUFFIXES = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -66,6 +68,10 @@ class MemorySource(Protocol):
 
     size_limit: int | None
 
+    def free_bytes(self) -> int | None:
+        """Most bytes of a new region; None: not known beforehand."""
+        ...
+
     def open_region(self, num_bytes: int) -> Region: ...
 
     def close_region(self, region: Region) -> None: ...
@@ -78,6 +84,9 @@ class PlainMemory:
 
     def __init__(self, group: EpGroup) -> None:
         self._group = group
+
+    def free_bytes(self) -> None:
+        return None
 
     def open_region(self, num_bytes: int) -> Region:
         shape = (self._group.num_ranks, num_bytes)
@@ -97,6 +106,12 @@ class NvshmemMemory:
         size = os.environ.get(SIZE_VARIABLE)
         self.size_limit = None if size is None else parse_size(size)
         start_nvshmem(world)
+
+    def free_bytes(self) -> int | None:
+        if self.world.device.type != "cuda":
+            return None
+        torch.cuda.empty_cache()  # NVSHMEM cannot take what torch keeps
+        return torch.cuda.mem_get_info(self.world.device)[0]
 
     def open_region(self, num_bytes: int) -> Region:
         import nvshmem.core as nvshmem
@@ -140,17 +155,27 @@ class SymmetricHeap:
         Raises `MoEEpStateError` for a name that is in use, or where ranks disagree on its place,
         and `MoEEpConfigError` with variable and size where it does not fit.
         """
-        if name in self._buffers:
-            raise MoEEpStateError(f"symmetric buffer {name!r} is allocated already")
+        is_shared = group.num_ranks > 1 and not group.is_virtual
         num_bytes = _aligned(num_bytes)
-        region_idx, offset = self._find(group, num_bytes)
+        place = refusal = None
+        try:
+            place = self._find(group, name, num_bytes)
+        except (MoEEpConfigError, MoEEpStateError) as error:
+            refusal = error
+        if is_shared:
+            self._agree(group, name, num_bytes, place, refusal)
+        elif refusal is not None:
+            raise refusal
+        region_idx, offset, new_bytes = place
+        if new_bytes:
+            self._regions.append(self._source.open_region(new_bytes))
         region = self._regions[region_idx]
         memory = region.memory[..., offset : offset + num_bytes]
         memory.zero_()
-        if group.num_ranks > 1 and not group.is_virtual:
+        if is_shared:
             # No peer may signal into memory that is still to be cleared.
             torch.cuda.synchronize(group.device)
-            self._agree(group, [name, region_idx, offset, num_bytes])
+            exchange_records(group, "symmetric/cleared", None, EXCHANGE_S)
         ranks = range(group.num_ranks) if group.is_virtual else _world_ranks(self._source, group)
         addresses = tuple(region.addresses[rank] + offset for rank in ranks)
         buffer = SymmetricBuffer(name, memory, addresses, region_idx, offset)
@@ -168,8 +193,11 @@ class SymmetricHeap:
         while self._regions:
             self._source.close_region(self._regions.pop())
 
-    def _find(self, group: EpGroup, num_bytes: int) -> tuple[int, int]:
-        """Region and offset of the first gap that is large enough, in a new region if need be."""
+    def _find(self, group: EpGroup, name: str, num_bytes: int) -> tuple[int, int, int]:
+        """Region and offset of the first gap that is large enough; bytes of the region that is to
+        be opened for it, 0 for one that is there."""
+        if name in self._buffers:
+            raise MoEEpStateError(f"symmetric buffer {name!r} is allocated already")
         for region_idx, region in enumerate(self._regions):
             offset = 0
             for used in self._used(region_idx):
@@ -177,15 +205,15 @@ class SymmetricHeap:
                     break
                 offset = used.offset + used.memory.shape[-1]
             if offset + num_bytes <= region.num_bytes:
-                return region_idx, offset
-        self._open(group, num_bytes)
-        return len(self._regions) - 1, 0
+                return region_idx, offset, 0
+        return len(self._regions), 0, self._new_bytes(group, num_bytes)
 
     def _used(self, region_idx: int) -> list[SymmetricBuffer]:
         buffers = (b for b in self._buffers.values() if b.region_idx == region_idx)
         return sorted(buffers, key=lambda buffer: buffer.offset)
 
-    def _open(self, group: EpGroup, num_bytes: int) -> None:
+    def _new_bytes(self, group: EpGroup, num_bytes: int) -> int:
+        """Bytes of a new region that holds `num_bytes`."""
         limit = self._source.size_limit
         if limit is not None and (self._regions or num_bytes > limit):
             used = sum(buffer.memory.shape[-1] for buffer in self._buffers.values())
@@ -200,14 +228,36 @@ class SymmetricHeap:
                 f"what all {world.num_ranks} have taken together; set {SIZE_VARIABLE} to the sum "
                 "of all layers before the first one is built"
             )
-        self._regions.append(self._source.open_region(num_bytes if limit is None else limit))
+        new_bytes = num_bytes if limit is None else limit
+        free = self._source.free_bytes()
+        if free is not None and new_bytes > free:
+            raise MoEEpConfigError(
+                f"{new_bytes} bytes of symmetric memory are needed on {group.device}, where {free} "
+                "are free; lower max_tokens_per_rank, or free GPU memory"
+            )
+        return new_bytes
 
-    def _agree(self, group: EpGroup, place: list) -> None:
-        _, places = exchange_records(group, "symmetric", place, timeout_s=60.0)
-        if any(other != place for other in places):
+    def _agree(
+        self,
+        group: EpGroup,
+        name: str,
+        num_bytes: int,
+        place: tuple[int, int, int] | None,
+        refusal: MoEEpError | None,
+    ) -> None:
+        """All ranks raise or none, before any of them waits for the others in NVSHMEM."""
+        record = [name, num_bytes, place, None if refusal is None else str(refusal)]
+        _, records = exchange_records(group, "symmetric", record, EXCHANGE_S)
+        if refusal is not None:
+            raise refusal
+        for rank, (*_, text) in enumerate(records):
+            if text is not None:
+                raise MoEEpConfigError(f"{group.rank_name(rank)}: {text}")
+        if any(other != records[group.rank] for other in records):
             raise MoEEpStateError(
-                f"ranks place a symmetric buffer differently: {dict(enumerate(places))}; build "
-                "and destroy layers in the same order on every rank"
+                "ranks place a symmetric buffer (name, bytes, [region, offset, bytes of a new "
+                f"region]) differently: { ({r: other[:3] for r, other in enumerate(records)}) }; "
+                "build and destroy layers in the same order on every rank"
             )
 
 
@@ -259,14 +309,14 @@ def start_nvshmem(group: EpGroup) -> None:
         ) from error
     torch.cuda.set_device(group.device)
     gpu = [socket.gethostname(), str(torch.cuda.get_device_properties(group.device).uuid)]
-    _, gpus = exchange_records(group, "nvshmem/gpu", gpu, timeout_s=60.0)
+    _, gpus = exchange_records(group, "nvshmem/gpu", gpu, EXCHANGE_S)
     check_distinct_gpus(gpus)
     device = device_class(group.device.index)
     device.set_current()
     unique_id = nvshmem.get_unique_id() if group.rank == 0 else None
     # Pickled as torch would to broadcast it; the store is the job's own.
     text = base64.b64encode(pickle.dumps(unique_id)).decode()
-    _, texts = exchange_records(group, "nvshmem/unique_id", text, timeout_s=60.0)
+    _, texts = exchange_records(group, "nvshmem/unique_id", text, EXCHANGE_S)
     try:
         nvshmem.init(
             device=device,

@@ -150,7 +150,7 @@ class MegaMoE:
         own_tokens = x.shape[0]
         bucket_idx = choose_bucket(self.buckets, own_tokens if self._is_alone else max_tokens)
         call = self._call_for(bucket_idx, topk_ids.dtype == torch.int64, weights)
-        call.stream.value = self.memory.enter()
+        call.stream.value = self.memory.order.enter()
         call.x.value, call.topk_ids.value = x.data_ptr(), topk_ids.data_ptr()
         call.topk_weights.value, call.out.value = topk_weights.data_ptr(), out.data_ptr()
         call.num_tokens.value, call.token_counts.value = own_tokens, _address(num_tokens)
@@ -161,7 +161,7 @@ class MegaMoE:
         """One real rank's part of a step whose input it does not take: no rank computes anything,
         and every rank finds rank and `code` (0 or more) in `check`."""
         call = self._call_for(0, False, weights)
-        call.stream.value = self.memory.enter()
+        call.stream.value = self.memory.order.enter()
         for cell in (call.x, call.topk_ids, call.topk_weights, call.out):
             cell.value = 0
         call.num_tokens.value = -1 - code

@@ -1,5 +1,7 @@
 """The regions of `workspace.py` in a GPU's memory, shared by all layers of one geometry."""
 
+import functools
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -7,8 +9,9 @@ import torch
 from moe_ep.comm.errors import MoEEpConfigError
 from moe_ep.comm.group import EpGroup
 from moe_ep.comm.post_mortem import PostMortem
-from moe_ep.comm.symmetric import heap_of
-from moe_ep.megakernel.bound_call import stream_handle
+from moe_ep.comm.rendezvous import exchange_records
+from moe_ep.comm.symmetric import EXCHANGE_S, heap_of
+from moe_ep.megakernel.launch_order import LaunchOrder
 from moe_ep.megakernel.protocol import Phase
 from moe_ep.megakernel.workspace import Workspace
 
@@ -51,8 +54,11 @@ class WorkspaceMemory:
             ) from error
         self.heaps = torch.tensor(self._symmetric.addresses, dtype=torch.int64, device=group.device)
         self.post_mortem = PostMortem(self.num_launched)
-        self._last_stream: torch.cuda.Stream | None = None
-        self._last_handle: int | None = None
+        self.num_users = 0  # see `acquire`
+        is_one_of_several = group.num_ranks > 1 and not group.is_virtual
+        self.order = (
+            _order_of_ranks(group.device) if is_one_of_several else LaunchOrder(group.device)
+        )
 
     def region(self, name: str) -> torch.Tensor:
         """[launched, *shape] view of a region."""
@@ -62,20 +68,6 @@ class WorkspaceMemory:
         first = self.layout.offsets[name]
         part = memory[:, first : first + region.num_bytes]
         return part.view(_DTYPES[region.dtype]).view(self.num_launched, *region.shape)
-
-    def enter(self) -> int:
-        """Before a launch on the current stream, whose handle it gives: that stream waits for the
-        last launch's, if that was another one.
-
-        What a CUDA graph replays is ordered by whoever replays it.
-        """
-        handle = stream_handle(self.group.device)
-        if handle != self._last_handle and not torch.cuda.is_current_stream_capturing():
-            stream = torch.cuda.current_stream(self.group.device)
-            if self._last_stream is not None:
-                stream.wait_stream(self._last_stream)
-            self._last_stream, self._last_handle = stream, handle
-        return handle
 
     def check(self, refusals: Sequence[str] = ()) -> None:
         """Raise what earlier launches have found, see `PostMortem.check`. Does not wait."""
@@ -97,28 +89,41 @@ def free_bytes(device: torch.device) -> int:
     return min(free, limit - reserved) + reserved - torch.cuda.memory_allocated(device)
 
 
-_shared: dict[tuple, tuple[WorkspaceMemory, int]] = {}
+@functools.cache
+def _order_of_ranks(device: torch.device) -> LaunchOrder:
+    """Of all launches that wait for other ranks. One fills the GPU: were two on two streams, a rank
+    could begin with the one and its peer with the other, and both would wait for ever."""
+    return LaunchOrder(device)
+
+
+_shared: dict[tuple, WorkspaceMemory] = {}
+_num_made: Counter[tuple] = Counter()
 
 
 def acquire(group: EpGroup, layout: Workspace) -> WorkspaceMemory:
-    """The memory of this geometry, which the layers of a process share. Collective."""
+    """The memory of this geometry, which the layers of a process share; another one once a wait in
+    it has run out of time, on whichever rank. Collective."""
     key = (group.global_ranks, group.device, group.is_virtual, layout)
-    memory, num_users = _shared.get(key, (None, 0))
-    if memory is None:
-        # The same on every rank, whatever else each of them holds.
-        memory = WorkspaceMemory(group, layout, name=f"workspace of {group.global_ranks}: {layout}")
-    _shared[key] = memory, num_users + 1
+    memory, number = _shared.get(key), _num_made[key]
+    is_usable = memory is not None and not memory.post_mortem.records()
+    if not group.is_virtual:
+        _, states = exchange_records(group, "workspace/shared", [is_usable, number], EXCHANGE_S)
+        is_usable = all(usable for usable, _ in states)
+        number = max(number for _, number in states)
+    if not is_usable:
+        # The same name on every rank, whatever else each of them holds.
+        name = f"workspace {number} of {group.global_ranks}: {layout}"
+        _num_made[key] = number + 1
+        memory = _shared[key] = WorkspaceMemory(group, layout, name)
+    memory.num_users += 1
     return memory
 
 
 def release(memory: WorkspaceMemory) -> None:
     """Undo one `acquire`; the last user's frees the memory."""
-    key = (memory.group.global_ranks, memory.group.device, memory.group.is_virtual, memory.layout)
-    shared, num_users = _shared.get(key, (None, 0))
-    if shared is not memory:
-        return
-    if num_users > 1:
-        _shared[key] = memory, num_users - 1
-    else:
-        del _shared[key]
+    memory.num_users -= 1
+    if memory.num_users == 0:
+        key = (memory.group.global_ranks, memory.group.device, memory.group.is_virtual)
+        if _shared.get((*key, memory.layout)) is memory:
+            del _shared[*key, memory.layout]
         memory.destroy()

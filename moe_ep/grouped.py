@@ -181,8 +181,7 @@ class OneRankGrouped(DeviceBackend):
         if num_tokens == 0:
             return
         workspace = self._workspace
-        if not torch.cuda.is_current_stream_capturing():
-            workspace.enter()
+        workspace.order.enter()
         pool_row_TK = workspace["pool_row"][:num_tokens]
         self._permutes[ids_TK.dtype](
             ids_TK,

@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from moe_ep.comm.errors import MoEEpConfigError
-from moe_ep.megakernel.bound_call import stream_handle
+from moe_ep.megakernel.launch_order import LaunchOrder
 from moe_ep.megakernel.problem import MoEShape
 from moe_ep.megakernel.tiles import TILE_FORMATS
 from moe_ep.megakernel.workspace import Region
@@ -92,14 +92,13 @@ def workspace_bytes(regions: tuple[Region, ...]) -> int:
 class GroupedWorkspace:
     """The regions in a GPU's memory: `workspace["pool"]` is a tensor.
 
-    Layers that share it take turns: `enter` puts a call behind the one before it. What a CUDA graph
+    Layers that share it take turns: `order` puts a call behind the one before it. What a CUDA graph
     replays is ordered by whoever replays it, with every other use of these layers.
     """
 
     def __init__(self, regions: tuple[Region, ...], device: torch.device) -> None:
         self.regions, self.device = regions, device
-        self._last_stream: torch.cuda.Stream | None = None
-        self._last_handle: int | None = None
+        self.order = LaunchOrder(device)
         self._tensors = {
             region.name: torch.empty(region.shape, dtype=_DTYPES[region.dtype], device=device)
             for region in regions
@@ -112,15 +111,6 @@ class GroupedWorkspace:
     @property
     def num_bytes(self) -> int:
         return workspace_bytes(self.regions)
-
-    def enter(self) -> None:
-        """The current stream waits for the last call's, if that was another one."""
-        handle = stream_handle(self.device)
-        if handle != self._last_handle:
-            stream = torch.cuda.current_stream(self.device)
-            if self._last_stream is not None:
-                stream.wait_stream(self._last_stream)
-            self._last_stream, self._last_handle = stream, handle
 
 
 _shared: WeakValueDictionary[tuple, GroupedWorkspace] = WeakValueDictionary()

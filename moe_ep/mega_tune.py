@@ -5,7 +5,7 @@ the same choice. What a cache of one rank holds is asked of rank 0.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,14 +93,10 @@ class Tuner:
         )
         counts = tune.token_counts(self._max_tokens)
         layers: list[MegaMoE] = []
-        refusal = None
         try:
-            layers = [self._layer(one) for one in knobs]
-            compile_all([layer.kernel_builds()[0] for layer in layers])
-        except Exception as error:  # told to the other ranks, then raised
-            refusal = error
-        try:
-            agree(group, {}, refusal, max(self._timeout_s, COMPILE_TIMEOUT_S), "tune")
+            for one in knobs:  # each takes memory that all ranks take together
+                self._together(lambda one=one: layers.append(self._layer(one)))
+            self._together(lambda: compile_all([layer.kernel_builds()[0] for layer in layers]))
             seconds = self._sweep(layers, counts, is_skewed)
         finally:
             for layer in layers:
@@ -114,6 +110,15 @@ class Tuner:
         path = self._keep(buckets) if group.rank == 0 else None
         _log.info("tuned builds, by tokens: %s", describe(buckets))
         return Tuned(buckets=buckets, knobs=knobs, counts=counts, seconds=seconds, path=path)
+
+    def _together(self, step: Callable[[], object]) -> None:
+        """`step` on every rank; where one fails all raise, and none goes on alone."""
+        refusal = None
+        try:
+            step()
+        except Exception as error:  # told to the other ranks, then raised
+            refusal = error
+        agree(self._group, {}, refusal, max(self._timeout_s, COMPILE_TIMEOUT_S), "tune")
 
     def _keep(self, buckets: Sequence[Bucket]) -> Path | None:
         """The file; None where it cannot be written, as what was found serves this process."""

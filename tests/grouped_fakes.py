@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import torch
 
-from moe_ep import DispatchPlan, MoEWeights, grouped, grouped_limits, grouped_memory
+from moe_ep import DispatchPlan, MoEWeights, grouped, grouped_limits
+from moe_ep.megakernel import launch_order
 from moe_ep.megakernel.formats import PreparedWeights, restore
 from moe_ep.megakernel.permute_sm90 import PermuteConfig
 from moe_ep.reference import activate, combine_terms, fc1_sums, fc2_sums
@@ -102,7 +103,7 @@ def use_fakes(replace: Callable[[object, str, object], None] = setattr) -> Simpl
     replace(grouped_limits, "device_misfit", lambda device: None)
     replace(torch.cuda, "is_current_stream_capturing", lambda: state.is_capturing)
     replace(torch.cuda, "current_stream", lambda device=None: state.stream)
-    replace(grouped_memory, "stream_handle", lambda device: id(state.stream))
+    replace(launch_order, "stream_handle", lambda device: id(state.stream))
     replace(torch.cuda, "synchronize", lambda device=None: None)
     replace(torch.cuda, "device", nullcontext)
     replace(torch.cuda, "current_device", lambda: None)

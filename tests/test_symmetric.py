@@ -2,6 +2,7 @@
 
 import sys
 import types
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -172,6 +173,9 @@ class FakeNvshmem(types.ModuleType):
     def __init__(self) -> None:
         super().__init__("nvshmem.core")
         self.calls: list[str] = []
+        self.free_bytes = 2**39
+        # Record of rank 1 by the exchange's topic; elsewhere it says what rank 0 says.
+        self.said_by_rank_1: dict[str, list] = {"nvshmem/gpu": ["host", "GPU-1"]}
 
     def get_unique_id(self):
         return "unique"
@@ -222,12 +226,14 @@ def nvshmem(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
     def exchange_beside_rank_1(group, topic, record, timeout_s):
-        other = ["host", "GPU-1"] if topic == "nvshmem/gpu" else record
+        other = fake.said_by_rank_1.get(topic, record)
         with ThreadPoolExecutor(1) as rank_1:
             rank_1.submit(exchange_records, replace(group, rank=1), topic, other, timeout_s)
             return exchange_records(group, topic, record, timeout_s)
 
-    monkeypatch.setattr(symmetric, "exchange_records", exchange_beside_rank_1)
+    for module in (symmetric, workspace_memory):
+        monkeypatch.setattr(module, "exchange_records", exchange_beside_rank_1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (fake.free_bytes, 2**40))
     monkeypatch.setattr(symmetric, "_nvshmem_heap", None)
     return fake
 
@@ -273,16 +279,18 @@ def test_a_group_outside_the_first_is_refused(nvshmem):
         heap_of(other)
 
 
-def test_ranks_may_hold_other_workspaces_besides(nvshmem):
+def test_ranks_may_hold_other_workspaces_besides(nvshmem, monkeypatch):
     """What a workspace is called is exchanged: a rank may have a layer of its own too."""
     group = replace(TWO_RANKS, device=torch.device("cpu"))
     names = set()
+    monkeypatch.setattr(workspace_memory, "_num_made", Counter())
     for others in ([], [EpGroup.single("cpu"), EpGroup.virtual(2, "cpu")]):
         held = [workspace_memory.acquire(other, LAYOUT) for other in others]
         held.append(workspace_memory.acquire(group, LAYOUT))
         names |= set(heap_of(group)._buffers)
         for memory in held:
             workspace_memory.release(memory)
+        workspace_memory._num_made.clear()
     assert len(names) == 1
 
 
@@ -306,3 +314,74 @@ def test_the_heap_has_the_size_that_the_variable_names(nvshmem, monkeypatch):
     monkeypatch.setenv("NVSHMEM_SYMMETRIC_SIZE", "1M")
     heap_of(TWO_RANKS).allocate(TWO_RANKS, "a", 10)
     assert "tensor 1048576" in nvshmem.calls
+
+
+PLACE = ["a", 1024, [0, 0, 1024]]  # of the buffer below: name, bytes, [region, offset, new bytes]
+
+
+@pytest.mark.parametrize(
+    "of_rank_1, error, said",
+    [
+        ([*PLACE, None], None, None),
+        (["b", 1024, [0, 0, 1024], None], MoEEpStateError, "differently.*same order on every rank"),
+        (["a", 1024, [0, 512, 0], None], MoEEpStateError, "differently.*same order on every rank"),
+        (["a", 1024, None, "no room"], MoEEpConfigError, "rank 1: no room"),
+    ],
+)
+def test_ranks_agree_before_they_wait_for_each_other_in_nvshmem(nvshmem, of_rank_1, error, said):
+    """Its malloc is collective: a rank that came alone would never return."""
+    nvshmem.said_by_rank_1["symmetric"] = of_rank_1
+    heap = heap_of(TWO_RANKS)
+    if error is None:
+        heap.allocate(TWO_RANKS, "a", 10)
+        return
+    with pytest.raises(error, match=said):
+        heap.allocate(TWO_RANKS, "a", 10)
+    assert not any(call.startswith("tensor") for call in nvshmem.calls)
+    del nvshmem.said_by_rank_1["symmetric"]
+    heap.allocate(TWO_RANKS, "a", 10)
+
+
+def test_memory_that_a_gpu_lacks_is_asked_of_nobody(nvshmem):
+    nvshmem.free_bytes = 1000
+    with pytest.raises(MoEEpConfigError, match="1024 bytes of symmetric.*cuda:0, where 1000 are"):
+        heap_of(TWO_RANKS).allocate(TWO_RANKS, "a", 10)
+    assert not any(call.startswith("tensor") for call in nvshmem.calls)
+
+
+def test_a_workspace_in_which_time_ran_out_is_shared_no_longer():
+    group = EpGroup.virtual(2, "cpu")
+    broken = [workspace_memory.acquire(group, LAYOUT) for _ in range(2)]
+    broken[0].post_mortem._words[1, 0] = 1  # what the device writes as it gives up
+    fresh = workspace_memory.acquire(group, LAYOUT)
+    assert broken[0] is broken[1] is not fresh
+    for memory in broken:
+        workspace_memory.release(memory)
+    assert workspace_memory.acquire(group, LAYOUT) is fresh
+    for _ in range(2):
+        workspace_memory.release(fresh)
+    assert fresh.num_users == 0 and not workspace_memory._shared
+
+
+def test_a_workspace_broken_on_one_rank_is_replaced_on_all(nvshmem):
+    group = replace(TWO_RANKS, device=torch.device("cpu"))
+    first = workspace_memory.acquire(group, LAYOUT)
+    assert workspace_memory.acquire(group, LAYOUT) is first
+    nvshmem.said_by_rank_1["workspace/shared"] = [False, 4]
+    again = workspace_memory.acquire(group, LAYOUT)
+    assert again is not first and again._symmetric.name.startswith("workspace 4 of (0, 1)")
+    for memory in (first, first, again):
+        workspace_memory.release(memory)
+    assert not heap_of(group)._buffers
+
+
+def test_launches_that_wait_for_other_ranks_stand_in_one_line_the_others_do_not(nvshmem):
+    def orders(group: EpGroup) -> set[int]:
+        layouts = (LAYOUT, replace(LAYOUT, max_tokens_per_rank=5))
+        held = [workspace_memory.acquire(group, layout) for layout in layouts]
+        for memory in held:
+            workspace_memory.release(memory)
+        return {id(memory.order) for memory in held}
+
+    assert len(orders(replace(TWO_RANKS, device=torch.device("cpu")))) == 1
+    assert len(orders(EpGroup.virtual(2, "cpu"))) == 2
