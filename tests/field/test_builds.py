@@ -63,8 +63,10 @@ class FakeMega:
     """A candidate that nobody launches; where `FAILS` holds its knobs it cannot be built."""
 
     FAILS: list = []
+    num_asked = 0
 
     def __init__(self, *args, knobs, **options) -> None:
+        FakeMega.num_asked += 1
         if knobs in self.FAILS:
             raise MoEEpConfigError(f"the workspace of {knobs} needs more than is free")
 
@@ -124,7 +126,7 @@ def test_A08_ranks_whose_times_differ_tune_to_the_same_builds(tmp_path):
     assert alone_0 != alone_1
 
 
-def fail_a_candidate_on_rank_one(rank: int, num_ranks: int, cache: str) -> tuple[str, bool]:
+def fail_a_candidate_on_rank_one(rank: int, num_ranks: int, cache: str) -> tuple[str, bool, int]:
     with pytest.MonkeyPatch.context() as patch:
         imitate_kernels(patch)
         patch.setenv(compile_cache.CACHE_DIR_VARIABLE, cache)
@@ -134,15 +136,19 @@ def fail_a_candidate_on_rank_one(rank: int, num_ranks: int, cache: str) -> tuple
             patch.setattr(FakeMega, "FAILS", [second])
         with pytest.raises(MoEEpConfigError) as error:
             tuner.run()
+        num_asked = FakeMega.num_asked
         patch.setattr(FakeMega, "FAILS", [])
-        return str(error.value), len(tuner.run().buckets) > 0
+        return str(error.value), len(tuner.run().buckets) > 0, num_asked
 
 
 def test_A09_a_candidate_that_fails_on_one_rank_raises_on_all_and_the_next_run_works(tmp_path):
-    (text_0, again_0), (text_1, again_1) = spawn.run(fail_a_candidate_on_rank_one, 2, str(tmp_path))
+    results = spawn.run(fail_a_candidate_on_rank_one, 2, str(tmp_path))
+    (text_0, again_0, num_asked_0), (text_1, again_1, num_asked_1) = results
     assert "needs more than is free" in text_1
     assert "rank 1" in text_0 and text_1 in text_0
     assert again_0 and again_1
+    # Rank 0 asked for no memory that ranks take together after rank 1 had failed.
+    assert num_asked_0 == num_asked_1 == 2
 
 
 def fail_on_rank_one(rank: int, num_ranks: int, kind: str) -> tuple[str, str]:
