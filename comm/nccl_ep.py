@@ -213,7 +213,9 @@ class NcclEpTransport:
         ep, spec, device = self._ep, self.spec, self._device
         num_rows, sizes = spec.num_rows, spec.leading_sizes
         self._x_NH = torch.empty(num_rows, spec.hidden, dtype=torch.bfloat16, device=device)
-        self._weights_NJ = torch.ones(num_rows, spec.experts_per_row, device=device)
+        self._weights_NJ = torch.ones(
+            num_rows, spec.experts_per_row, dtype=torch.float32, device=device
+        )
         self._at_handle = self._at_dispatch = None
         outputs = {"tokens": ep.Tensor(self._x_NH.view(*sizes, -1))}
         if spec.is_expert_major:

@@ -12,6 +12,7 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
@@ -109,6 +110,8 @@ def run(args: argparse.Namespace) -> int:
     ):
         for count in counts:
             check_int(option, count, 1)
+    if args.plot and find_spec("matplotlib") is None:
+        raise MoEEpUnavailableError("--plot needs matplotlib (pip install 'moe-ep[plot]')")
     if args.ranks > 1 and not torchrun.is_worker():
         return torchrun.start(args, args.ranks)
     if args.comm:

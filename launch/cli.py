@@ -41,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
     args = parser.parse_args(argv)
+    if torchrun.is_worker():
+        torchrun.end_with_parent()
     try:
         log.check_level()
         return args.run(args)

@@ -264,7 +264,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--parallel", choices=("ep", "tp"), default="ep")
     parser.add_argument(
-        "--kernel", choices=KERNELS, default="torch", help="of the split path (default: torch)"
+        "--kernel",
+        choices=KERNELS,
+        default="torch",
+        help="of the split path (default: torch); the mega kernel's bytes are told besides",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 

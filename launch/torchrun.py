@@ -1,6 +1,7 @@
 """Start a subcommand again under torchrun, one process for each rank; say once why it failed."""
 
 import argparse
+import ctypes
 import logging
 import os
 import signal
@@ -12,12 +13,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+_PR_SET_PDEATHSIG = 1
 REFUSED = 2  # exit code for arguments that no layer would take
 
 
 def is_worker() -> bool:
     """Whether a launcher started this process as one of several ranks."""
     return "RANK" in os.environ
+
+
+def end_with_parent() -> None:
+    """On Linux: be sent SIGTERM when the process that started this one ends, however it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 
 def start(args: argparse.Namespace, num_ranks: int) -> int:
@@ -36,6 +44,7 @@ def main(argv: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    end_with_parent()
     num_ranks, *words = argv
     options = ["--standalone", f"--nproc-per-node={num_ranks}", "--module", "moe_ep.launch.cli"]
     _silence_elastic()

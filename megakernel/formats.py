@@ -252,7 +252,7 @@ class _Matrix:
         )
         # Rows of one tile and half share a 128-row block: the first of them stands for all.
         order = order.view(-1, 4, 2, 8)[:, 0, :, 0]  # [tiles, 2]
-        tile_sf = torch.zeros(order.shape[0], sf.shape[1], 4, device=sf.device)
+        tile_sf = torch.zeros(order.shape[0], sf.shape[1], 4, dtype=torch.float32, device=sf.device)
         tile_sf[..., :2] = (sf[order.clamp(min=0)] * (order >= 0)[..., None]).movedim(1, 2)
         return tile_sf.view(torch.uint8)
 
@@ -274,8 +274,8 @@ def _decode_sf(coded: torch.Tensor, fmt: TileFormat, max_e8m0: int | None) -> to
     """Coded scale bytes -> the checkpoint's."""
     if fmt.name != "nvfp4":
         return (coded.int() - 254 + max_e8m0).clamp_(min=0).to(torch.uint8)
-    inverse = torch.zeros(256, dtype=torch.uint8)
-    inverse[_nvfp4_sf_codes()[:0x7F].long()] = torch.arange(0x7F, dtype=torch.uint8)
+    inverse = torch.zeros(256, dtype=torch.uint8, device="cpu")
+    inverse[_nvfp4_sf_codes()[:0x7F].long()] = torch.arange(0x7F, dtype=torch.uint8, device="cpu")
     return inverse.to(coded.device)[coded.int()].view(torch.float8_e4m3fn)
 
 
@@ -285,8 +285,8 @@ def _nvfp4_sf_codes() -> torch.Tensor:
 
     The exponent field of s * 2^119 always begins with 111, so eight bits hold the rest.
     """
-    sf = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    sf = torch.arange(0x7F, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
     bits = (sf * 2.0**119).to(torch.bfloat16).view(torch.int16).int() & 0xFFFF
-    codes = torch.zeros(256, dtype=torch.uint8)
+    codes = torch.zeros(256, dtype=torch.uint8, device="cpu")
     codes[:0x7F] = torch.where(sf == 0, 0, (bits - 0x7000) >> 4).to(torch.uint8)
     return codes

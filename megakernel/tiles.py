@@ -103,7 +103,7 @@ def row_order(num_rows: int, *, is_paired: bool) -> torch.Tensor:
     """
     tiles = num_blocks(num_rows, is_paired=is_paired) * BLOCK_TILES
     tile, warp, half, g = torch.meshgrid(
-        *(torch.arange(n) for n in (tiles, 4, 2, 8)), indexing="ij"
+        *(torch.arange(n, device="cpu") for n in (tiles, 4, 2, 8)), indexing="ij"
     )
     if is_paired:
         num_channels = num_rows // 2
@@ -211,8 +211,8 @@ def _inverse(destination: tuple[int, ...]) -> tuple[int, ...]:
 @functools.cache
 def _bit_table(destination: tuple[int, ...]) -> torch.Tensor:
     """int64 [8, 256]: where the bits of byte i with value v go."""
-    table = torch.zeros(8, 256, dtype=torch.int64)
-    value = torch.arange(256)
+    table = torch.zeros(8, 256, dtype=torch.int64, device="cpu")
+    value = torch.arange(256, device="cpu")
     for byte in range(8):
         for bit in range(8):
             table[byte] |= (value >> bit & 1) << destination[8 * byte + bit]

@@ -6,6 +6,7 @@ _HOME = {
     "Activation": "moe_ep.megakernel.problem",
     "DispatchPlan": "moe_ep.dispatch_plan",
     "EpGroup": "moe_ep.comm.group",
+    "ExpertMap": "moe_ep.placement",
     "MegaConfig": "moe_ep.config",
     "MoEEpError": "moe_ep.comm.errors",
     "MoEEpLayer": "moe_ep.layer",

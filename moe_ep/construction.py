@@ -55,8 +55,10 @@ def check_arguments(
         raise MoEEpConfigError(f"weights must be MoEWeights, got {type(weights).__name__}")
     if isinstance(max_tokens_per_rank, bool) or not isinstance(max_tokens_per_rank, int):
         raise MoEEpConfigError(f"max_tokens_per_rank must be an int, got {max_tokens_per_rank!r}")
-    if max_tokens_per_rank < 1:
-        raise MoEEpConfigError(f"max_tokens_per_rank must be at least 1, got {max_tokens_per_rank}")
+    if not 1 <= max_tokens_per_rank < 2**31:
+        raise MoEEpConfigError(
+            f"max_tokens_per_rank must be from 1 to {2**31 - 1}, got {max_tokens_per_rank}"
+        )
     if device is not None:
         asked = check_device(device)
         if asked.type != group.device.type or asked.index not in (None, group.device.index):

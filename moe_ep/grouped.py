@@ -147,7 +147,7 @@ class OneRankGrouped(DeviceBackend):
         compile_all(around + self._experts.kernel_builds())  # several at a time
         self._experts.warmup()
         x_TH = torch.zeros(1, shape.hidden, dtype=torch.bfloat16, device=device)
-        weights_TK = torch.zeros(1, shape.top_k, device=device)
+        weights_TK = torch.zeros(1, shape.top_k, dtype=torch.float32, device=device)
         with self.on_device():
             self._combine = Combine(_combine_config(shape))
             self._permutes = {

@@ -51,7 +51,8 @@ class MoEEpLayer(torch.nn.Module):
     device               default: where the weights are; with an `EpGroup`, none but its own
     expert_map           which expert each slot holds (`moe_ep.placement`); `weights` are then those
                          of the slots. Default: every expert once, in order
-    timeout_s            seconds that a call waits for the other ranks, 0.001 to 1e6
+    timeout_s            seconds that a call waits for the other ranks, 0.001 to 1e6; may differ
+                         between ranks
 
     Raises `MoEEpConfigError` for arguments, `MoEEpUnavailableError` for a backend that cannot run
     here, `MoEEpTimeoutError` naming ranks that did not come.
@@ -176,7 +177,7 @@ class MoEEpLayer(torch.nn.Module):
         token = MoEInputs(
             torch.zeros(1, self.shape.hidden, dtype=torch.bfloat16, device=device),
             torch.arange(top_k, device=device)[None],
-            torch.zeros(1, top_k, device=device),
+            torch.zeros(1, top_k, dtype=torch.float32, device=device),
         )
         self.forward(token)
 
@@ -305,13 +306,13 @@ class MoEEpLayer(torch.nn.Module):
             return
         wanted = inputs.hidden_states.shape
         check_tensor("out", out, (torch.bfloat16,), wanted, self._group.device)
-        strides = out.stride()
-        if 0 in strides and any(
-            stride == 0 and length > 1 for stride, length in zip(strides, wanted, strict=True)
-        ):
-            raise MoEEpConfigError(
-                f"out has strides {strides}; allowed: no element that stands for several"
-            )
+        end = 0  # of what the narrower dimensions cover
+        for stride, length in sorted(zip(out.stride(), wanted, strict=True)):
+            if length > 1 and stride <= end:
+                raise MoEEpConfigError(
+                    f"out has strides {out.stride()}; allowed: no element that stands for several"
+                )
+            end += stride * (length - 1)
 
     def _require_usable(self) -> None:
         if self._unusable is not None:

@@ -131,7 +131,7 @@ class MegaBackend(DeviceBackend):
         most = self._mega.buckets[-1].max_tokens
         shape, device = (most, self._shape.top_k), self.device
         x_TH = torch.zeros(most, self._shape.hidden, dtype=torch.bfloat16, device=device)
-        weights_TK = torch.zeros(shape, device=device)
+        weights_TK = torch.zeros(shape, dtype=torch.float32, device=device)
         with self.on_device():
             for dtype in ID_DTYPES:
                 masked_TK = torch.full(shape, -1, dtype=dtype, device=device)

@@ -147,7 +147,9 @@ class Tuner:
             for n in counts
         }
         l2_bytes = torch.cuda.get_device_properties(group.device).L2_cache_size
-        flush = torch.zeros(NUM_L2_FLUSHED * l2_bytes // 4, device=group.device)
+        flush = torch.zeros(
+            NUM_L2_FLUSHED * l2_bytes // 4, dtype=torch.float32, device=group.device
+        )
 
         def measure(layer_idx: int, num_tokens: int) -> float:
             layer, given = layers[layer_idx], inputs[num_tokens]

@@ -59,7 +59,7 @@ def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
 
 def decode_e2m1(packed: torch.Tensor) -> torch.Tensor:
     """Packed codes [..., K/2] uint8 -> [..., K] FP32, exact."""
-    magnitudes = torch.tensor(E2M1_VALUES, device=packed.device)
+    magnitudes = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=packed.device)
     values = torch.cat([magnitudes, -magnitudes])
     # One 64-bit look-up for each byte: the FP32 pair of its low and high nibble.
     pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=-1)

@@ -124,7 +124,7 @@ class QuantizedTensor:
             spec=spec,
             codes=torch.empty(*lead, rows, code_cols, dtype=spec.code_dtype, device=device),
             sf=torch.empty(sf_shape, dtype=spec.sf_dtype, device=device),
-            global_scale=torch.empty(scale_shape, device=device)
+            global_scale=torch.empty(scale_shape, dtype=torch.float32, device=device)
             if spec.format == "nvfp4"
             else None,
         )

@@ -238,7 +238,11 @@ def _quantize_nvfp4(
 
 def _largest(amax: torch.Tensor) -> torch.Tensor:
     """FP32 scalar; NaN if there is one; 0 for an empty tensor."""
-    return amax.max().float() if amax.numel() else torch.zeros((), device=amax.device)
+    return (
+        amax.max().float()
+        if amax.numel()
+        else torch.zeros((), dtype=torch.float32, device=amax.device)
+    )
 
 
 def _quantize_blocks(
@@ -264,4 +268,8 @@ def _quantize_blocks(
         return _largest(amax_nB)
 
     largest = _map_row_chunks(encode, w_NK, block_rows)
-    return torch.stack(largest).max() if largest else torch.zeros((), device=w_NK.device)
+    return (
+        torch.stack(largest).max()
+        if largest
+        else torch.zeros((), dtype=torch.float32, device=w_NK.device)
+    )

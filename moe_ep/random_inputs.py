@@ -22,8 +22,12 @@ def random_inputs(
     token has expert 0 among them."""
     generator = torch.Generator(group.device).manual_seed(1000 * num_tokens + group.rank)
     device = group.device
-    x_TH = torch.randn(num_tokens, shape.hidden, device=device, generator=generator)
-    scores_TE = torch.rand(num_tokens, shape.num_experts, device=device, generator=generator)
+    x_TH = torch.randn(
+        num_tokens, shape.hidden, dtype=torch.float32, device=device, generator=generator
+    )
+    scores_TE = torch.rand(
+        num_tokens, shape.num_experts, dtype=torch.float32, device=device, generator=generator
+    )
     if is_skewed:
         scores_TE[::2, 0] = 2.0
     top = scores_TE.topk(shape.top_k, dim=-1)

@@ -305,13 +305,13 @@ class NcclEpSplit(DeviceBackend):
         self._y_NH = torch.zeros(spec.num_rows, spec.hidden, **rows)
         if self._is_exact:
             self._terms_SH = torch.zeros(spec.capacity, spec.hidden, **rows)
-            self._ones_S1 = torch.ones(spec.capacity, 1, device=device)
+            self._ones_S1 = torch.ones(spec.capacity, 1, dtype=torch.float32, device=device)
         # Arguments of a call that brings no token: NCCL-EP takes no empty tensors.
         slots = 1, self._shape.top_k
         self._masked_token = (
             torch.zeros(1, spec.hidden, **rows),
             torch.full(slots, -1, device=device),
-            torch.zeros(slots, device=device),
+            torch.zeros(slots, dtype=torch.float32, device=device),
             torch.zeros(1, spec.hidden, **rows),
         )
         # 1 + first slot whose id is no expert, on the device and as the host reads it.

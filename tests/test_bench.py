@@ -171,6 +171,15 @@ def test_backends_are_listed_by_blanks_or_commas(capsys):
     assert "'splitt' is not known; allowed: auto, mega, split, split-t" in capsys.readouterr().err
 
 
+def test_a_plot_that_cannot_be_drawn_is_refused_before_anything_is_measured(
+    monkeypatch, capsys, tmp_path
+):
+    monkeypatch.setattr(bench, "find_spec", lambda name: None)
+    assert cli.main(["bench", "--plot", str(tmp_path / "bench.png")]) == 2
+    said = capsys.readouterr()
+    assert "--plot needs matplotlib (pip install" in said.err and not said.out
+
+
 def test_options_survive_the_way_through_torchrun():
     args = parse(["--tokens", "1", "4", "--graph", "--backend", "auto", "mega", "--json", "a b"])
     words = torchrun.command_line(args)

@@ -3,13 +3,15 @@
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from functools import cache
 
 import pytest
 import torch
+from layer_cases import make_inputs, make_weights
 
-from moe_ep import MoEWeights
+from moe_ep import MoEEpLayer, MoEShape, MoEWeights
 from moe_ep.cpu_matmul import run_tasks
 from moe_ep.megakernel.problem import Activation
 from moe_ep.reference import activate, expert_terms, fc1_sums, fc2_sums
@@ -146,3 +148,53 @@ def test_a_task_that_raises_is_heard_and_leaves_the_threads_as_they_were(num_thr
     with pytest.raises(ZeroDivisionError):
         run_tasks([lambda: 1 // 0, lambda: 1])
     assert torch.get_num_threads() == num_threads
+
+
+def test_a_thread_that_begins_meanwhile_has_as_many_threads_as_before():
+    torch.set_num_threads(2)
+    seen = []
+
+    def begin() -> None:
+        other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+
+    run_tasks([begin] * 3)
+    assert seen == [2] * 3
+
+
+AT_THE_END = """
+import atexit, torch
+from moe_ep.cpu_matmul import run_tasks
+torch.set_num_threads(2)
+atexit.register(lambda: print(run_tasks([torch.get_num_threads] * 2), torch.get_num_threads()))
+"""
+
+
+def test_tasks_run_while_the_interpreter_ends():
+    command = [sys.executable, "-c", AT_THE_END]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.stdout == "[1, 1] 2\n", result.stderr
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("format_name", ["bf16", "nvfp4", "fp8_block"])
+def test_defaults_of_torch_change_nothing(format_name, num_threads):
+    torch.set_num_threads(num_threads)
+    shape = MoEShape(num_experts=8, top_k=2, hidden=128, intermediate=128)
+    inputs = make_inputs(shape, 16, seed=1)
+    layer = MoEEpLayer(shape, make_weights(shape, format_name), max_tokens_per_rank=32)
+    want, weights = layer.forward(inputs), make_weights(shape)
+    quantised = weights.quantize(format_name)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        layer.warmup()
+        assert torch.equal(layer.forward(inputs), want)
+        again = weights.quantize(format_name)
+        for field in ("w13", "w13_sf", "gate_scale"):
+            tensors = getattr(quantised, field), getattr(again, field)
+            assert tensors == (None, None) or torch.equal(*(t.view(torch.uint8) for t in tensors))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.device("meta"):
+        assert torch.equal(layer.forward(inputs), want)

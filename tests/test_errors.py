@@ -211,7 +211,7 @@ BAD_LAYERS: dict[str, tuple[Callable[[], dict], type[Exception], str]] = {
     "capacity 0": (
         lambda: {"max_tokens_per_rank": 0},
         MoEEpConfigError,
-        "max_tokens_per_rank must be at least 1, got 0",
+        "max_tokens_per_rank must be from 1 to 2147483647, got 0",
     ),
     "backend not known": (
         lambda: {"backend": "fastest"},

@@ -302,3 +302,16 @@ def test_layers_of_process_subgroups_and_of_one_rank_live_side_by_side():
 def test_no_public_name_is_hidden_by_a_module_of_the_same_name():
     for name in moe_ep.__all__:
         assert not isinstance(getattr(moe_ep, name), types.ModuleType), name
+
+
+@pytest.mark.parametrize("strides", [(0, 1), (1, 1), (127, 1), (1, 15), (64, 2)])
+def test_an_output_whose_elements_overlap_is_refused(layer, inputs, strides):
+    out = torch.empty(16 * 128 * 2, dtype=torch.bfloat16).as_strided((16, 128), strides)
+    with pytest.raises(MoEEpConfigError, match="out has strides .*no element that stands for sev"):
+        layer.forward(inputs, out=out)
+
+
+@pytest.mark.parametrize("strides", [(128, 1), (256, 2), (1, 16), (129, 1), (3, 48)])
+def test_an_output_of_any_other_strides_is_written(layer, inputs, strides):
+    out = torch.empty(16 * 128 * 3, dtype=torch.bfloat16).as_strided((16, 128), strides)
+    assert torch.equal(layer.forward(inputs, out=out), layer.forward(inputs))
