@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from moe_ep.comm.errors import MoEEpConfigError, MoEEpTransportError
 from moe_ep.comm.group import EpGroup
+from moe_ep.comm.rendezvous import exchange_records
 from moe_ep.comm.symmetric import finish_nvshmem
 from moe_ep.launch import log
 
@@ -31,17 +32,18 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def session(device: str | None = None, *, timeout_s: float = 600.0) -> Iterator[EpGroup]:
-    """`init`, and `shutdown` of what it started. After an exception no other rank is waited for."""
+    """`init`, and `shutdown` of what it started. After an exception no other rank is waited for:
+    NCCL would, so that on GPUs the process group is left to the end of the process."""
     is_ours = not dist.is_initialized()
     group = init(device, timeout_s=timeout_s)
     try:
         yield group
     except BaseException:
-        if is_ours and dist.is_initialized():
+        if is_ours and dist.is_initialized() and group.device.type == "cpu":
             dist.destroy_process_group()
         raise
     if is_ours:
-        shutdown(group)
+        shutdown(group, timeout_s=timeout_s)
 
 
 def init(device: str | None = None, *, timeout_s: float = 600.0) -> EpGroup:
@@ -74,18 +76,22 @@ def init(device: str | None = None, *, timeout_s: float = 600.0) -> EpGroup:
     return group
 
 
-def shutdown(group: EpGroup) -> None:
+def shutdown(group: EpGroup, *, timeout_s: float = 600.0) -> None:
     """End what `init` started, once every rank has come here. Destroy the layers before.
 
-    Waits for the others at most `timeout_s` of `init`: a rank that leaves early closes connections
-    that the last call of another may still use.
+    Waits for the others, on GPUs at most `timeout_s`, on CPUs that of `init`: a rank that leaves
+    early closes connections that the last call of another may still use. Raises
+    `MoEEpTransportError` or, naming the ranks that did not come, `MoEEpTimeoutError`.
     """
     if group.process_group is None:
         return
     if group.device.type == "cuda":
         torch.cuda.synchronize(group.device)
     try:
-        dist.barrier(group.process_group)
+        if group.device.type == "cpu":
+            dist.barrier(group.process_group)
+        else:  # through the store: NCCL would wait for a lost rank and then end the process
+            exchange_records(group, "shutdown", None, timeout_s)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         raise MoEEpTransportError(

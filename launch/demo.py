@@ -21,6 +21,7 @@ import json
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,8 @@ def generate(model: torch.nn.Module, prompts: list[torch.Tensor], new_tokens: in
     `model.generate` would stop where a rank's texts end, and leave the others waiting.
     """
     device = next(model.parameters()).device
+    # transformers before 5.18 called it by its older name.
+    name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
     tokens, logits = [], []
     prompt_seconds = decode_seconds = 0.0
     for prompt in prompts:
@@ -205,8 +208,8 @@ def generate(model: torch.nn.Module, prompts: list[torch.Tensor], new_tokens: in
         chosen, seen = [], []
         marks = [time.perf_counter()]
         for _ in range(new_tokens):
-            out = model(input_ids=ids, cache=cache, use_cache=True)
-            cache = out.cache
+            out = model(input_ids=ids, use_cache=True, **{name: cache})
+            cache = out[name]
             ids = out.logits[:, -1:].argmax(dim=-1)
             seen.append(out.logits[0])
             chosen.append(ids[0].cpu())  # on a GPU the copy waits for the step

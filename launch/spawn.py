@@ -7,7 +7,8 @@ the launcher: it holds the store, the clock and the children, and leaves none of
     TCPStore on a port the system picks
     start N processes                  ->   process group, worker(r, N, *args)
     collect                            <-   result or exception, pickled by value
-    "all ranks are done"               ->   destroy the process group, exit
+    "all ranks are done"               ->   destroy the process group, exit; where a rank was
+                                            killed on purpose: exit as it is
     reap, raise or return
 """
 
@@ -38,6 +39,7 @@ _HOST = "127.0.0.1"
 _GRACE_S = 2.0
 # How long a rank may take to leave once every rank has returned.
 _EXIT_S = 30.0
+_RANK_IS_LOST = b"a rank is lost"
 
 
 class RankFailedError(MoEEpError, RuntimeError):
@@ -159,7 +161,7 @@ def _dismiss(ranks: list[_Rank], deadline: float, expect_killed: frozenset[int])
     """Let every rank leave; one that crashes or hangs on its way out is an error too."""
     for rank in ranks:
         with suppress(OSError):
-            rank.pipe.send_bytes(b"all ranks are done")
+            rank.pipe.send_bytes(_RANK_IS_LOST if expect_killed else b"all ranks are done")
     deadline = min(deadline, time.monotonic() + _EXIT_S)
     for rank in ranks:
         rank.process.join(max(0.1, deadline - time.monotonic()))
@@ -239,8 +241,13 @@ def _child_main(pipe: Connection, setup: tuple[int, int, int, float, str], call:
         message = ("error", _pickle_error(error), traceback.format_exc())
     pipe.send_bytes(pickle.dumps(message))
     # Ranks leave together: one that closed its sockets early would break the last call of others.
+    goodbye = b""
     with suppress(EOFError, OSError):
-        pipe.recv_bytes()
+        goodbye = pipe.recv_bytes()
+    if goodbye == _RANK_IS_LOST:  # for which NCCL would wait
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
     if dist.is_initialized():
         dist.destroy_process_group()
 

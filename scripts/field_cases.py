@@ -284,7 +284,11 @@ class Run:
                 by_place.setdefault(key, []).append(node)
         groups = []
         for (_, place), nodes in by_place.items():
-            step = len(nodes) if re.fullmatch(r"cpu[2-9]", place) else CASES_OF_A_CHILD
+            step = (
+                len(nodes)
+                if re.fullmatch(r"cpu[2-9]|(split|mega)@\d+", place)
+                else CASES_OF_A_CHILD
+            )
             groups += [nodes[start : start + step] for start in range(0, len(nodes), step)]
         order = ("gpus", "split", "mega", "cpu")
         return sorted(groups, key=lambda group: order.index(self.columns[group[0]]))
@@ -295,7 +299,11 @@ def run_all(args: argparse.Namespace, scratch: Path) -> list[Outcome]:
     files = [f"{FOLDER}/{name}" for name in args.files] or [FOLDER]
     run.collect([*files, *args.selection])
     groups = run.groups()
-    alone = [group for group in groups if group[0].partition("::")[0].endswith(ALONE)]
+    alone = [
+        group
+        for group in groups
+        if group[0].partition("::")[0].endswith(ALONE) or run.columns[group[0]] == "gpus"
+    ]
     with (
         Progress(console=Console(stderr=True)) as progress,
         ThreadPoolExecutor(args.workers) as pool,

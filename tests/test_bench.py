@@ -431,6 +431,7 @@ def test_the_fused_transport_is_timed_on_one_gpu(tmp_path):
     assert rows == FUSED_ROWS | nccl_ep_rows(record)
 
 
+@pytest.mark.timeout(600)  # nvcc compiles the kernels of both modes of NCCL-EP
 @pytest.mark.gpus(2)
 def test_every_transport_is_timed_on_two_gpus(tmp_path):
     record, rows = comm_rows(tmp_path, 2)

@@ -6,13 +6,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from moe_ep.comm.errors import MoEEpConfigError, MoEEpTransportError
+from moe_ep.comm.errors import MoEEpConfigError, MoEEpTimeoutError, MoEEpTransportError
 from moe_ep.launch import bootstrap, log, spawn
 
 TORCHRUN = {
@@ -133,26 +134,47 @@ def test_a_long_wait_for_other_ranks_is_said(
     assert "rank 0 waits at 127.0.0.1:29500 for the other ranks of 2" in caplog.text
 
 
-def order_of_shutdown(rank: int, num_ranks: int) -> list[str]:
+def order_of_shutdown(rank: int, num_ranks: int, device: str) -> list[str]:
     steps = []
 
     def note(name: str, step: Callable[..., None]) -> Callable[..., None]:
-        def noted(*args: object) -> None:
+        def noted(*args: object, **options: object) -> None:
             steps.append(name)
-            step(*args)
+            step(*args, **options)
 
         return noted
 
     group = bootstrap.init("cpu")
     bootstrap.finish_nvshmem = note("nvshmem", bootstrap.finish_nvshmem)
     dist.barrier = note("barrier", dist.barrier)
+    bootstrap.exchange_records = note("exchange", bootstrap.exchange_records)
+    if device == "cuda":  # whose NCCL would wait for a lost rank
+        group = replace(group, device=torch.device("cuda", 0))
+        torch.cuda.synchronize = lambda device: None
     dist.destroy_process_group = note("process group", dist.destroy_process_group)
     bootstrap.shutdown(group)
     return steps
 
 
-def test_nvshmem_ends_when_all_ranks_are_there_and_before_the_process_group() -> None:
-    assert spawn.run(order_of_shutdown, 2) == [["barrier", "nvshmem", "process group"]] * 2
+@pytest.mark.parametrize("device, meets_by", [("cpu", "barrier"), ("cuda", "exchange")])
+def test_nvshmem_ends_when_all_ranks_are_there_and_before_the_process_group(device, meets_by):
+    steps = [meets_by, "nvshmem", "process group"]
+    assert spawn.run(order_of_shutdown, 2, device) == [steps] * 2
+
+
+def come_late(rank: int, num_ranks: int) -> str:
+    group = replace(bootstrap.init("cpu"), device=torch.device("cuda", 0))
+    torch.cuda.synchronize = lambda device: None
+    if rank == 1:
+        time.sleep(4.0)
+        return ""
+    with pytest.raises(MoEEpTimeoutError) as error:
+        bootstrap.shutdown(group, timeout_s=1.0)
+    return str(error.value)
+
+
+def test_a_rank_that_does_not_come_to_the_end_is_named_on_gpus() -> None:
+    assert spawn.run(come_late, 2)[0].startswith("shutdown: rank 1 did not come")
 
 
 def test_log_lines_name_the_rank(capsys: pytest.CaptureFixture[str]) -> None:

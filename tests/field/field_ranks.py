@@ -324,11 +324,14 @@ class Processes(Ranks):
 @functools.cache
 def results(ranks: Processes, module: str, names: tuple[str, ...]) -> dict[str, tuple[str, str]]:
     """Row -> (outcome, text) of the first rank where it did not pass, else of rank 0."""
-    by_rank = spawn.run(
-        *(run_rows, ranks.num_ranks, ranks.kind, module, names),
-        timeout_s=280.0,
-        device=ranks.device,
-    )
+    try:
+        by_rank = spawn.run(
+            *(run_rows, ranks.num_ranks, ranks.kind, module, names),
+            timeout_s=280.0,
+            device=ranks.device,
+        )
+    except Exception as error:  # of the job, which no other row is to start again
+        return dict.fromkeys(names, ("failed", f"the job of this file's rows: {error!r}"))
     return {
         name: next((rank[name] for rank in by_rank if rank[name][0] != "passed"), by_rank[0][name])
         for name in names
@@ -375,13 +378,13 @@ class ProcessRank(Ranks):
         timeout_s: float = TIMEOUT_S,
         **options,
     ) -> MoEEpLayer:
-        name = weights.weights_format
-        backend = backend_of(self.kind, name, takes_table=takes_table)
+        options.setdefault(
+            "backend", backend_of(self.kind, weights.weights_format, takes_table=takes_table)
+        )
         part = weights.shard("ep", self.rank, self.num_ranks).to(self.device)
         return MoEEpLayer(
             *(shape, part),
             max_tokens_per_rank=capacity,
-            backend=backend,
             timeout_s=timeout_s,
             **options,
         )

@@ -225,6 +225,7 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+LONG = (pytest.mark.timeout(900),)
 JOB = """
 import sys
 from moe_ep.launch import bootstrap
@@ -242,8 +243,9 @@ with bootstrap.session(device) as group:
     ("kind", "num_ranks", "num_runs"),
     [
         pytest.param("cpu", 2, 4, id="cpu"),
-        pytest.param("split", 2, 20, marks=pytest.mark.gpus(2), id="split"),
-        pytest.param("mega", 2, 20, marks=pytest.mark.gpus(2), id="mega"),
+        # A start takes 12 to 15 s on a GPU.
+        pytest.param("split", 2, 20, marks=[*LONG, pytest.mark.gpus(2)], id="split"),
+        pytest.param("mega", 2, 20, marks=[*LONG, pytest.mark.gpus(2)], id="mega"),
     ],
 )
 def test_A89_short_jobs_one_after_the_other_on_one_port(kind, num_ranks, num_runs, tmp_path):

@@ -107,8 +107,10 @@ def a_refusing_rank_is_named_to_all_and_the_next_call_works() -> None:
     out = stage.launch()
     torch.cuda.synchronize()
     assert out.isnan().all()
-    with pytest.raises(MoEEpConfigError, match=r"refused"):
-        stage.transport.check()
+    if dist.get_rank() == 0:  # the rank that refuses is not told of it once more
+        with pytest.raises(MoEEpConfigError, match=r"rank 1 refused"):
+            stage.transport.check()
+    stage.transport.check()
     stage.run(ids, counts)
     stage.transport.destroy()
 
