@@ -163,6 +163,9 @@ class SymmetricHeap:
         except (MoEEpConfigError, MoEEpStateError) as error:
             refusal = error
         if is_shared:
+            # Launches of this GPU have ended before any rank clears its memory, or stands in
+            # NVSHMEM's barrier, for which a kernel that fills a GPU would leave no room.
+            torch.cuda.synchronize(group.device)
             self._agree(group, name, num_bytes, place, refusal)
         elif refusal is not None:
             raise refusal

@@ -53,9 +53,13 @@ class WorkspaceMemory:
                 f"free; lower max_tokens_per_rank, {layout.max_tokens_per_rank}"
             ) from error
         self.heaps = torch.tensor(self._symmetric.addresses, dtype=torch.int64, device=group.device)
+        if group.device.type == "cuda":  # the first launch may be on another stream
+            torch.cuda.synchronize(group.device)
         self.post_mortem = PostMortem(self.num_launched)
         self.num_users = 0  # see `acquire`
         is_one_of_several = group.num_ranks > 1 and not group.is_virtual
+        if is_one_of_several:
+            _post_mortems.append(self.post_mortem)
         self.order = (
             _order_of_ranks(group.device) if is_one_of_several else LaunchOrder(group.device)
         )
@@ -87,6 +91,10 @@ def free_bytes(device: torch.device) -> int:
     reserved = torch.cuda.memory_reserved(device)
     limit = int(torch.cuda.get_per_process_memory_fraction(device) * total)
     return min(free, limit - reserved) + reserved - torch.cuda.memory_allocated(device)
+
+
+# A launch that waits for a lost peer writes its record even after the layer is destroyed.
+_post_mortems: list[PostMortem] = []
 
 
 @functools.cache

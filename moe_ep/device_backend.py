@@ -59,16 +59,21 @@ class DeviceBackend:
         """Raise what earlier launches are known to have found; does not wait."""
         raise NotImplementedError
 
+    def note_found(self) -> None:
+        """Raise what earlier launches have found; one of several ranks keeps it for the end of its
+        next step, which the others wait for."""
+        try:
+            self.raise_found()
+        except MoEEpConfigError as left:
+            if self._num_ranks == 1:
+                raise
+            self._left = left
+
     def require_callable(self) -> None:
         """Raise what stands against a call now: `MoEEpStateError` in a capture that comes before
         `warmup`, else what earlier launches have found on a rank that is alone."""
         if not self.is_capturing():
-            try:
-                self.raise_found()
-            except MoEEpConfigError as left:
-                if self._num_ranks == 1:
-                    raise
-                self._left = left
+            self.note_found()
         elif not self.is_warm:
             raise MoEEpStateError(
                 "a CUDA graph is being captured and the layer's kernels are not loaded; warm up "

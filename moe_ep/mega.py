@@ -139,8 +139,8 @@ class MegaBackend(DeviceBackend):
                     n = bucket.max_tokens
                     self.launch(x_TH[:n], masked_TK[:n], weights_TK[:n], x_TH[:n], n)
             torch.cuda.synchronize()
-        self.raise_found()
         self.is_warm = True
+        self.note_found()
 
     def update_weights(self, weights: MoEWeights) -> None:
         """Prepare other weights into the same addresses."""

@@ -289,6 +289,19 @@ def test_what_an_earlier_call_left_is_raised_once_after_the_own_step(cuda):
     backend.forward(inputs, 4, out)
 
 
+def test_what_a_cold_first_call_finds_of_another_layer_does_not_keep_it_from_its_step(cuda):
+    """Layers of one geometry share the record; the other ranks have launched and wait."""
+    backend, inputs = make_backend(num_ranks=2), make_inputs(SHAPE, 4, seed=3)
+    backend.require_callable()
+    backend._mega.found = MoEEpConfigError("topk_ids[0, 0] was 99 in an earlier call")
+    out = torch.zeros_like(inputs.hidden_states)
+    with pytest.raises(MoEEpConfigError, match="was 99 in an earlier call"):
+        backend.forward(inputs, 4, out)
+    assert backend.is_warm and torch.equal(out, moe_reference(inputs, make_weights(SHAPE), SHAPE))
+    backend.require_callable()
+    backend.forward(inputs, 4, out)
+
+
 @pytest.mark.parametrize("is_lost", [True, False])
 def test_a_time_out_keeps_the_record_and_names_ranks_without_a_sign_of_life(cuda, is_lost):
     def raise_failure(phase, step, cause):

@@ -256,7 +256,7 @@ def test_nvshmem_starts_after_the_gpu_is_bound_and_ends_after_its_memory_is_free
     symmetric.finish_nvshmem()
     symmetric.finish_nvshmem()
     assert nvshmem.calls == [
-        *("set_device", "current 0", "init on GPU 0", "tensor 1024", "sync"),
+        *("set_device", "current 0", "init on GPU 0", "sync", "tensor 1024", "sync"),
         *("sync", "free", "finalize"),
     ]
 
